@@ -1,0 +1,1 @@
+"""roundpipe: train models larger than the memory of the accelerators at hand."""
