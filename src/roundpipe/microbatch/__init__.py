@@ -1,0 +1,1 @@
+"""Splitting argument trees into microbatches and merging outputs."""

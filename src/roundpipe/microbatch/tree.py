@@ -1,0 +1,202 @@
+"""Taking nested structures apart into a list of leaves, and putting them together again.
+
+The containers are tuple, list, dict, OrderedDict, defaultdict, namedtuples, dataclasses
+(registered or not), HuggingFace ``ModelOutput``s, FlexAttention's ``BlockMask``, and every class
+registered with ``torch.utils._pytree.register_pytree_node``, before or after roundpipe was
+imported. Anything else, ``None`` included, is a leaf. A caller's containers are never modified.
+
+The engine does this for every stage and microbatch, hence the care for speed: what is flat, or only
+one tensor, takes a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from roundpipe.errors import InvalidValueError
+from roundpipe.microbatch.nodes import LEAF_TYPES, NodeKind, kind_of
+
+_NO_TYPES: frozenset[type] = frozenset()
+
+
+class Structure:
+    """What remains of a tree when its leaves are taken away; made by :func:`flatten`.
+
+    Structures compare equal if they have the same containers, classes, keys and order. ``repr``
+    shows the tree with ``*`` in place of the leaves.
+
+    Attributes:
+        num_leaves: number of leaves.
+    """
+
+    __slots__ = ("_children", "_context", "_kind", "num_leaves")
+    __hash__ = None  # type: ignore[assignment]  # contexts of registered classes may be unhashable
+
+    def __init__(
+        self,
+        kind: NodeKind | None,
+        context: Any,
+        children: tuple[Structure, ...] | None,
+        num_leaves: int,
+    ) -> None:
+        self._kind = kind  # None for a leaf
+        self._context = context
+        self._children = children  # None if all children are leaves
+        self.num_leaves = num_leaves
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the tree is a single leaf."""
+        return self._kind is None
+
+    @property
+    def children(self) -> tuple[Structure, ...]:
+        """The structures of the children; empty for a leaf."""
+        if self._children is None:
+            return () if self._kind is None else (LEAF,) * self.num_leaves
+        return self._children
+
+    def keys(self) -> list[str]:
+        """For each child, the text that leads to it: ``[0]``, ``['a']`` or ``.field``."""
+        if self._kind is None:
+            return []
+        return self._kind.keys(self._context, len(self.children))
+
+    def paths(self, root: str = "") -> list[str]:
+        """For each leaf, the text that leads to it, starting with ``root``."""
+        if self._kind is None:
+            return [root]
+        pairs = zip(self.keys(), self.children, strict=True)
+        return [path for key, child in pairs for path in child.paths(root + key)]
+
+    def same_node(self, other: Structure) -> bool:
+        """Whether both have the same container on top, whatever its children are."""
+        return (
+            self._kind == other._kind
+            and len(self.children) == len(other.children)
+            and _same_context(self._context, other._context)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return (
+            self.num_leaves == other.num_leaves
+            and self._kind == other._kind
+            and _same_context(self._context, other._context)
+            and self._children == other._children
+        )
+
+    def __repr__(self) -> str:
+        return f"Structure({self.describe()})"
+
+    def describe(self) -> str:
+        """The tree as text, with ``*`` in place of the leaves."""
+        if self._kind is None:
+            return "*"
+        return self._kind.show(self._context, [child.describe() for child in self.children])
+
+
+LEAF = Structure(None, None, None, 1)
+
+
+def flatten(tree: Any, leaf_types: Collection[type] = _NO_TYPES) -> tuple[list[Any], Structure]:
+    """Take ``tree`` apart.
+
+    Args:
+        tree: any object; what is no container is a leaf.
+        leaf_types: classes whose instances are leaves although they are containers.
+
+    Returns:
+        The leaves in order, and the structure, from which :func:`unflatten` rebuilds the tree.
+
+    Raises:
+        InvalidValueError: the tree contains itself, or nests deeper than Python can recurse.
+    """
+    leaves: list[Any] = []
+    if type(tree) in LEAF_TYPES:
+        return [tree], LEAF
+    try:
+        return leaves, _take(tree, leaves, leaf_types)
+    except RecursionError as error:
+        raise InvalidValueError(
+            f"a {type(tree).__name__} among the arguments or outputs contains itself, or nests "
+            "deeper than Python can recurse; pass a structure without cycles"
+        ) from error
+
+
+def _take(tree: Any, leaves: list[Any], leaf_types: Collection[type]) -> Structure:
+    cls = type(tree)
+    kind = None if cls in leaf_types else kind_of(cls)
+    if kind is None:
+        leaves.append(tree)
+        return LEAF
+    values, context = kind.take(tree)
+    if LEAF_TYPES.issuperset(map(type, values)):
+        leaves.extend(values)
+        return Structure(kind, context, None, len(values))
+    before = len(leaves)
+    children = []
+    for value in values:
+        if type(value) in LEAF_TYPES:
+            leaves.append(value)
+            children.append(LEAF)
+        else:
+            children.append(_take(value, leaves, leaf_types))
+    flat = all(child is LEAF for child in children)
+    return Structure(kind, context, None if flat else tuple(children), len(leaves) - before)
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Build the tree of ``structure`` with ``leaves`` in place; the inverse of :func:`flatten`.
+
+    Every container is a new object.
+
+    Raises:
+        InvalidValueError: the number of leaves is not the structure's.
+    """
+    if len(leaves) != structure.num_leaves:
+        raise InvalidValueError(
+            f"{len(leaves)} leaves were given for the structure {structure.describe()}, which has "
+            f"{structure.num_leaves}; pass one value for each leaf"
+        )
+    if structure._children is None:
+        return structure._kind.build(structure._context, leaves) if structure._kind else leaves[0]
+    return _build(structure, iter(leaves))
+
+
+def _build(structure: Structure, leaves: Iterator[Any]) -> Any:
+    if structure._kind is None:
+        return next(leaves)
+    children = [_build(child, leaves) for child in structure.children]
+    return structure._kind.build(structure._context, children)
+
+
+def flatten_with_paths(
+    tree: Any, root: str = "", leaf_types: Collection[type] = _NO_TYPES
+) -> tuple[list[str], list[Any], Structure]:
+    """Like :func:`flatten`, with the text that leads to each leaf in front.
+
+    Args:
+        tree: as for :func:`flatten`.
+        root: what each path begins with, for example ``kwargs``.
+        leaf_types: as for :func:`flatten`.
+
+    Returns:
+        The paths (``kwargs['batch'][0]``), the leaves and the structure.
+    """
+    leaves, structure = flatten(tree, leaf_types)
+    return structure.paths(root), leaves, structure
+
+
+def _same_context(a: Any, b: Any) -> bool:
+    """``a == b`` for contexts, which in registered classes may hold tensors or arrays."""
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, TypeError):  # the comparison has no single truth value
+        return False
