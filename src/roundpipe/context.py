@@ -1,0 +1,56 @@
+"""The caller's thread-local torch state, carried to the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Autocast of one device type that was on."""
+
+    device_type: str
+    dtype: torch.dtype
+    cache_enabled: bool
+
+
+@dataclass(frozen=True)
+class CallerContext:
+    """What layers can see of the thread that made the call.
+
+    Attributes:
+        autocast: the device types for which autocast was on.
+        inference: whether inference mode was on.
+    """
+
+    autocast: tuple[AutocastState, ...]
+    inference: bool
+
+    @classmethod
+    def capture(cls, device_types: set[str]) -> CallerContext:
+        """The calling thread's state."""
+        states = tuple(
+            AutocastState(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in sorted(device_types | {"cpu"})
+            if torch.is_autocast_enabled(kind)
+        )
+        return cls(states, torch.is_inference_mode_enabled())
+
+    @contextlib.contextmanager
+    def enter(self, requires_grad: bool) -> Iterator[None]:
+        """Make the state the current thread's, with gradients on or off."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(requires_grad))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for state in self.autocast:
+                stack.enter_context(
+                    torch.autocast(
+                        state.device_type, dtype=state.dtype, cache_enabled=state.cache_enabled
+                    )
+                )
+            yield

@@ -1,0 +1,87 @@
+"""Random numbers that depend on (call, microbatch, layer), not on device, thread or plan.
+
+Before a layer runs, the generators it may draw from are seeded. The device's own generator belongs
+to one worker. The process's CPU generator is shared by all threads: a layer that draws from it must
+not run beside another one that does, nor beside the user's own draws. Which layers those are is
+learned: the first run of a layer is watched, and only layers that drew are serialised later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .trace import logger
+
+_MASK = (1 << 64) - 1
+
+# Guards torch.default_generator, which is one per process, so it is one per process, too.
+_DEFAULT_GENERATOR_LOCK = threading.Lock()
+
+LayerKey = tuple[int, bool, bool]  # (layer, training, gradients enabled)
+
+
+def layer_seed(call_seed: int, microbatch: int, layer: int) -> int:
+    """A seed for one layer on one microbatch: the splitmix64 finaliser over the three numbers."""
+    mixed = call_seed & _MASK
+    for number in (microbatch + 1, layer + 1):
+        mixed = (mixed + number * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed >> 1  # generators of some devices take 63 bits
+
+
+def draw_call_seed() -> int:
+    """One number of the caller's generator: ``torch.manual_seed`` decides it."""
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+
+
+class LayerRandomness:
+    """What is known about the layers of one model, and the seeded running of one."""
+
+    def __init__(self) -> None:
+        self._quiet: set[LayerKey] = set()
+        self._drawing: set[LayerKey] = set()
+
+    def forget(self) -> None:
+        """Watch every layer anew."""
+        self._quiet.clear()
+
+    def run(self, key: LayerKey, seed: int, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with the CPU generator seeded, if it draws from it."""
+        if key in self._quiet:
+            return function()
+        # Another thread's layer between seeding and drawing would take this layer's numbers.
+        with _DEFAULT_GENERATOR_LOCK:
+            generator = torch.default_generator
+            before = generator.get_state()
+            generator.manual_seed(seed)
+            try:
+                if key in self._drawing:
+                    return function()
+                seeded = generator.get_state()
+                result = function()
+                drew = not torch.equal(seeded, generator.get_state())
+                (self._drawing if drew else self._quiet).add(key)
+                return result
+            finally:
+                generator.set_state(before)
+
+    @contextlib.contextmanager
+    def watch_call(self, model_name: str) -> Iterator[None]:
+        """Entered around a run: notice a layer that drew although it never had before."""
+        before = torch.default_generator.get_state()
+        yield
+        if not torch.equal(before, torch.default_generator.get_state()):
+            self.forget()
+            torch.default_generator.set_state(before)
+            logger.warning(
+                "a layer of %s drew random numbers for the first time since it was last watched; in "
+                "this call they depend on timing. Call model.train() or model.eval() after changing "
+                "what a layer does, so that layers are watched anew", model_name,
+            )  # fmt: skip
