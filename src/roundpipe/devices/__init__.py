@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
+
 from .accelerator import open_accelerators
 from .base import Device
 from .cpu import CpuDevice, visible_cores

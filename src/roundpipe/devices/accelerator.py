@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from roundpipe.errors import StateError
+
 from .base import Device
 
 

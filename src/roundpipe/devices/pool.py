@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from roundpipe.workers import Worker
+
 from .base import Device
 
 P = TypeVar("P", bound="DevicePool")
