@@ -5,7 +5,10 @@ Each name has one test in ``tests/unit/test_compat.py``, so that a torch upgrade
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,3 +40,37 @@ def recompile_like(compiled: nn.Module, inner: nn.Module) -> nn.Module:
 def grad_dtype_is_settable() -> bool:
     """Whether a leaf's ``.grad`` may have another dtype than the leaf (``Tensor.grad_dtype``)."""
     return hasattr(torch.Tensor, "grad_dtype")
+
+
+def pytree_registry() -> Mapping[type, Any]:
+    """The live table of classes registered with ``torch.utils._pytree.register_pytree_node``.
+
+    Each value has ``flatten_fn(obj) -> (children, context)`` and its inverse
+    ``unflatten_fn(children, context) -> obj``. The table grows in place with later registrations.
+    """
+    from torch.utils import _pytree
+
+    return _pytree.SUPPORTED_NODES
+
+
+class SpecClasses(NamedTuple):
+    """The classes of ``torch.distributed.pipelining.microbatch`` that describe how to split."""
+
+    chunk: type  # TensorChunkSpec(split_dim)
+    replicate: type  # _Replicate
+    reducer: type  # _CustomReducer(init_value, reduce_fn)
+
+
+def spec_classes(load: bool = False) -> SpecClasses | None:
+    """The spec classes of torch's pipelining, which take seconds to import.
+
+    Args:
+        load: import them if nobody has yet; otherwise the answer is then ``None``, which is enough
+            to tell that an object is no spec.
+    """
+    name = "torch.distributed.pipelining.microbatch"
+    module = importlib.import_module(name) if load else sys.modules.get(name)
+    try:
+        return SpecClasses(module.TensorChunkSpec, module._Replicate, module._CustomReducer)  # type: ignore[union-attr]
+    except AttributeError:  # not imported, or another thread is importing it at this moment
+        return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from torch.utils import _pytree
 
 from roundpipe import compat
@@ -18,3 +21,20 @@ def test_pytree_registry_is_live_and_knows_how_to_flatten() -> None:
     children, context = registry[Box].flatten_fn(Box(3))
     assert list(children) == [3]
     assert registry[Box].unflatten_fn([4], context).inner == 4
+
+
+def test_spec_classes_are_torchs_own() -> None:
+    classes = compat.spec_classes(load=True)
+    assert classes is not None
+    assert classes == compat.spec_classes()
+    assert classes.chunk(2).split_dim == 2
+    assert classes.replicate.__name__ == "_Replicate"
+    reducer = classes.reducer(1, max)
+    assert (reducer.init_value, reducer.reduce_fn) == (1, max)
+
+
+def test_spec_classes_need_no_import_to_say_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining.microbatch", raising=False)
+    assert compat.spec_classes() is None
