@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 def backward_keeps_graph() -> bool:
     """Whether the backward that is running was called with ``retain_graph=True``."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def compiled_module_of(module: nn.Module) -> nn.Module | None:
@@ -56,9 +57,9 @@ def pytree_registry() -> Mapping[type, Any]:
 class SpecClasses(NamedTuple):
     """The classes of ``torch.distributed.pipelining.microbatch`` that describe how to split."""
 
-    chunk: type  # TensorChunkSpec(split_dim)
-    replicate: type  # _Replicate
-    reducer: type  # _CustomReducer(init_value, reduce_fn)
+    chunk: Any  # TensorChunkSpec(split_dim)
+    replicate: Any  # _Replicate
+    reducer: Any  # _CustomReducer(init_value, reduce_fn)
 
 
 def spec_classes(load: bool = False) -> SpecClasses | None:
@@ -74,3 +75,65 @@ def spec_classes(load: bool = False) -> SpecClasses | None:
         return SpecClasses(module.TensorChunkSpec, module._Replicate, module._CustomReducer)  # type: ignore[union-attr]
     except AttributeError:  # not imported, or another thread is importing it at this moment
         return None
+
+
+class OperatorTraits(NamedTuple):
+    """What an operator does with the tensors it is given."""
+
+    is_view: bool  # its results are views of its arguments; it touches no element
+    written: frozenset[int | str]  # positions of the arguments it writes, and names of keywords
+
+
+def operator_traits(operator: Any) -> OperatorTraits:
+    """What ``operator``, as :func:`watch_operators` shows it, does with its tensor arguments.
+
+    Operators that carry no schema (higher-order ones) count as reading everything.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return OperatorTraits(False, frozenset())
+    written = frozenset(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return OperatorTraits(bool(operator.is_view), written)
+
+
+def watch_operators(
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> AbstractContextManager[Any]:
+    """A scope in which ``run(operator, args, kwargs)`` is called in place of every operator.
+
+    It holds for the thread that enters it, and for backward run by that thread; inside ``run``
+    operators run as usual.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self,
+            func: Any,
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            return run(func, args, kwargs or {})
+
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+def host_register(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Page-lock the memory where ``tensor`` lies, through the runtime of ``device``.
+
+    Returns:
+        Whether that worked; runtimes without such a function say no.
+    """
+    module = torch.get_device_module(device)
+    runtime = module.cudart() if hasattr(module, "cudart") else None
+    if runtime is None:
+        return False
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes == 0 or int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)) == 0

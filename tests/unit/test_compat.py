@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+import torch
 from torch.utils import _pytree
 
 from roundpipe import compat
@@ -38,3 +40,29 @@ def test_spec_classes_need_no_import_to_say_that_there_are_none(
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed.pipelining.microbatch", raising=False)
     assert compat.spec_classes() is None
+
+
+def test_watch_sees_forward_and_backward_operators_of_the_entering_thread() -> None:
+    seen: list[str] = []
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(str(operator))
+        return operator(*args, **kwargs)
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with compat.watch_operators(run):
+        (weight @ weight).sum().backward()
+    assert seen.count("aten.mm.default") == 3  # one in the forward, two in the backward
+    after = len(seen)
+    _ = weight * 2
+    assert len(seen) == after
+
+
+def test_operator_traits_tell_views_and_writes() -> None:
+    aten = torch.ops.aten
+    assert compat.operator_traits(aten.view.default) == (True, frozenset())
+    assert compat.operator_traits(aten.add.Tensor) == (False, frozenset())
+    assert compat.operator_traits(aten.add_.Tensor) == (False, {0})
+    assert compat.operator_traits(aten._foreach_add_.List) == (False, {0})
+    assert compat.operator_traits(aten.add.out) == (False, {"out"})
+    assert compat.operator_traits(object()) == (False, frozenset())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import torch
 
@@ -12,10 +12,21 @@ from roundpipe.errors import InvalidTypeError, InvalidValueError
 
 from .accelerator import open_accelerators
 from .base import Device
+from .checked import CheckedPool, open_checked_pool
 from .cpu import CpuDevice, visible_cores
 from .pool import DevicePool
+from .script import CopyInfo, CpuChecks, Hold
 
-__all__ = ["DevicePool", "DeviceSpec", "open_cpu_pool", "open_pool"]
+__all__ = [
+    "CheckedPool",
+    "CopyInfo",
+    "CpuChecks",
+    "DevicePool",
+    "DeviceSpec",
+    "Hold",
+    "open_cpu_pool",
+    "open_pool",
+]
 
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[str | torch.device] | DevicePool | None"
 
@@ -47,13 +58,27 @@ def open_pool(spec: DeviceSpec = None) -> DevicePool:
     return DevicePool(_devices(spec))
 
 
-def open_cpu_pool(count: int) -> DevicePool:
+@overload
+def open_cpu_pool(count: int) -> DevicePool: ...
+
+
+@overload
+def open_cpu_pool(count: int, checks: CpuChecks) -> CheckedPool: ...
+
+
+def open_cpu_pool(count: int, checks: CpuChecks | None = None) -> DevicePool:
     """Open ``count`` CPU devices that share the visible cores evenly.
+
+    Args:
+        count: how many.
+        checks: make them asynchronous, watched and scriptable, for tests.
 
     Raises:
         InvalidValueError: ``count`` is not positive.
     """
-    return DevicePool(_cpu_devices(count))
+    if checks is None:
+        return DevicePool(_cpu_devices(count))
+    return open_checked_pool(count, _intraop_threads(count), checks)
 
 
 def _devices(spec: object) -> list[Device]:
@@ -140,7 +165,11 @@ def _check_accelerator(device: torch.device) -> None:
 
 
 def _cpu_devices(count: int) -> list[Device]:
+    threads = _intraop_threads(count)
+    return [CpuDevice(index, threads) for index in range(count)]
+
+
+def _intraop_threads(count: int) -> int:
     if count < 1:
         raise InvalidValueError(f"{count} CPU devices were asked for; at least 1 is needed")
-    threads = max(1, visible_cores() // count)
-    return [CpuDevice(index, threads) for index in range(count)]
+    return max(1, visible_cores() // count)

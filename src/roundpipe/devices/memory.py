@@ -1,0 +1,77 @@
+"""Memory of checked CPU devices: poison, and reaching memory whose tensors are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .layout import empty_like
+from .tracking import Buffer
+
+POISON_BYTE = 0xFF
+"""Fills untyped memory: NaN in every floating type, -1 or the largest value in integers."""
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with what no computation produces by chance.
+
+    NaN in floating and complex types, the largest value in unsigned integers, -1 in signed ones
+    (an index out of either is an error), True in booleans.
+    """
+    dtype = tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(-1 if dtype.is_signed else torch.iinfo(dtype).max)
+
+
+def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A host tensor laid out as ``like``, full of poison, and the memory under it.
+
+    Tensor and memory have storages of their own over the same bytes. The tensor's goes when its
+    last user goes, which can be observed, while what was enqueued before can still reach the
+    memory; on an accelerator, too, enqueued work holds addresses and keeps nothing alive.
+    """
+    layout = empty_like(like, torch.device("meta"))
+    memory = torch.empty(layout.untyped_storage().nbytes(), dtype=torch.uint8)
+    memory.fill_(POISON_BYTE)
+    storage = from_dlpack(memory).untyped_storage()
+    tensor = torch.empty(0, dtype=like.dtype)
+    tensor.set_(storage, 0, layout.shape, layout.stride())
+    poison(tensor)
+    return tensor, memory
+
+
+def reach(tensor: torch.Tensor, buffer: Buffer | None) -> Callable[[], torch.Tensor | None]:
+    """A way to reach the tensor's memory later that does not keep a device's tensor alive.
+
+    Args:
+        tensor: a tensor.
+        buffer: what is known of its storage.
+
+    Returns:
+        A function that gives a tensor over the same memory. For memory that compute allocated it
+        gives ``None`` once the storage was dropped. Host memory is kept alive, as accelerators keep
+        page-locked memory until copies are through.
+    """
+    # A lazily conjugated or negated view is more than its place in memory.
+    if buffer is None or buffer.owner is None or tensor.is_conj() or tensor.is_neg():
+        kept = tensor.detach()
+        return lambda: kept
+    dtype, offset = tensor.dtype, tensor.storage_offset()
+    shape, strides = tensor.shape, tensor.stride()
+
+    def over(storage: torch.UntypedStorage | None) -> torch.Tensor | None:
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+    if buffer.memory is not None:
+        memory = buffer.memory.untyped_storage()
+        return lambda: over(memory)
+    dropped = buffer.storage
+    return lambda: over(dropped())

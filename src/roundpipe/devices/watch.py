@@ -1,0 +1,87 @@
+"""What compute on a checked CPU device does: each operator, what it reads, writes and makes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from roundpipe.compat import operator_traits, watch_operators
+
+from .clocks import Operation, StreamKey
+from .tracking import Tracker
+
+
+class ComputeWatch:
+    """Counts what operators allocate and orders what they touch.
+
+    Args:
+        compute: the device's compute stream.
+        tracker: the pool's bookkeeping.
+        count: called with each new tensor, to count it as a temporary.
+    """
+
+    def __init__(
+        self, compute: StreamKey, tracker: Tracker, count: Callable[[torch.Tensor, str], None]
+    ) -> None:
+        self._compute = compute
+        self._tracker = tracker
+        self._count = count
+        self._own = threading.local()
+        self.scope = watch_operators(self._run)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the calling thread run operators of our own, unseen, and outside autograd."""
+        before = getattr(self._own, "is_off", False)
+        self._own.is_off = True
+        try:
+            # Tensors made in inference mode could not be copied into by other threads.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            self._own.is_off = before
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(self._own, "is_off", False):
+            return operator(*args, **kwargs)
+        traits = operator_traits(operator)
+        if traits.is_view:
+            return operator(*args, **kwargs)
+        name = str(operator)
+        given: set[int] = set()
+        with self._tracker.locked():
+            position = self._tracker.clocks.advance(self._compute)
+            operation = Operation(self._compute, position, name)
+            for place, argument in [*enumerate(args), *kwargs.items()]:
+                for tensor in _tensors(argument):
+                    given.add(id(tensor.untyped_storage()))
+                    self._use(tensor, operation, place in traits.written)
+        result = operator(*args, **kwargs)
+        for tensor in _tensors(result):
+            if id(tensor.untyped_storage()) not in given:
+                self._count(tensor, name)
+        return result
+
+    def _use(self, tensor: torch.Tensor, operation: Operation, is_write: bool) -> None:
+        buffer = self._tracker.find(tensor)
+        if buffer is None:
+            return
+        if buffer.owner is not None and buffer.owner.device != self._compute.device:
+            self._tracker.report(
+                f"{operation} uses a tensor that lies on cpu:{buffer.owner.device}"
+            )
+        self._tracker.use(buffer, tensor, operation, is_write=is_write)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with storage in an operator's argument or result."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
