@@ -6,24 +6,10 @@ from collections.abc import Sequence
 
 from roundpipe.errors import InvalidValueError
 from roundpipe.plan.partition import balanced_stages
-
-RUN_TYPES = ("infer", "train", "fused")
-"""``infer``: forward only; ``train``: forward, later backward; ``fused``: both in one call."""
+from roundpipe.plan.stage_plan import check_run_type
 
 _BACKWARD_FACTOR = 3.0
 """Recompute and backward of a layer take about three times its forward (one, and two)."""
-
-
-def check_run_type(run_type: str) -> None:
-    """Refuse a run type other than ``"infer"``, ``"train"`` and ``"fused"``.
-
-    Raises:
-        InvalidValueError: naming the run types there are.
-    """
-    if run_type not in RUN_TYPES:
-        raise InvalidValueError(
-            f"run type {run_type!r} is unknown; expected one of 'infer', 'train', 'fused'"
-        )
 
 
 def default_stages(
