@@ -1,1 +1,16 @@
 """roundpipe: train models larger than the memory of the accelerators at hand."""
+
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import RoundPipeError
+from roundpipe.pipeline import OptimizerCtx, RoundPipe
+from roundpipe.plan import ModelExecutePlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipeRunConfig",
+]

@@ -65,7 +65,9 @@ class RoundPipeRunConfig:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise InvalidValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+        raise InvalidValueError(
+            f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Every exception that roundpipe itself raises derives from :class:`RoundPipeError`. Bad input is
 also a ``ValueError`` or ``TypeError``, so ordinary ``except`` clauses work. Exceptions of user code
-(layers, loss functions, step functions) are never wrapped: they travel home as the same object, with
-a note that says where they happened.
+(layers, loss functions, step functions) are never wrapped: they travel home as the same object,
+with a note that says where they happened.
 """
 
 from __future__ import annotations
@@ -77,4 +77,5 @@ def add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+        notes = [*getattr(error, "__notes__", []), note]
+        setattr(error, "__notes__", notes)  # noqa: B010 - unknown to type checkers on 3.10

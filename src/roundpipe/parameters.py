@@ -327,6 +327,18 @@ class ParameterStore:
                     record.master.copy_(record.parameter)
                 self._dirty.discard(id(record.parameter))
 
+    def has_master(self, parameter: nn.Parameter) -> bool:
+        """Whether a master of the parameter exists."""
+        record = self._records.get(id(parameter))
+        return record is not None and record.master is not None
+
+    def copy_masters_to(self, other: ParameterStore) -> None:
+        """Give the store of an equal model masters with these values."""
+        for mine, theirs in zip(self.records(), other.records(), strict=True):
+            if mine.master is not None:
+                with torch.no_grad():
+                    theirs.ensure_master(other.optim_dtype).copy_(mine.master)
+
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The master of one of the model's parameters.
 

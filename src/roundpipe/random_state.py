@@ -81,7 +81,8 @@ class LayerRandomness:
             self.forget()
             torch.default_generator.set_state(before)
             logger.warning(
-                "a layer of %s drew random numbers for the first time since it was last watched; in "
-                "this call they depend on timing. Call model.train() or model.eval() after changing "
-                "what a layer does, so that layers are watched anew", model_name,
-            )  # fmt: skip
+                "a layer of %s drew random numbers for the first time since it was last watched; "
+                "in this call they depend on timing. Call model.train() or model.eval() after "
+                "changing what a layer does, so that layers are watched anew",
+                model_name,
+            )

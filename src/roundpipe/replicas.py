@@ -1,8 +1,8 @@
 """A layer's module tree with other tensors in it, so that several devices can run it at once.
 
-The user's modules are never edited: a replica is a new object for every module of the tree, with the
-same attributes, and with device tensors where the original has parameters and buffers. Everything
-else is shared by reference: hooks, configuration, plain Python state.
+The user's modules are never edited: a replica is a new object for every module of the tree, with
+the same attributes, and with device tensors where the original has parameters and buffers.
+Everything else is shared by reference: hooks, configuration, plain Python state.
 """
 
 from __future__ import annotations

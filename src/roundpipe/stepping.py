@@ -121,6 +121,10 @@ class Stepper:
                 store.publish(version, store.declared_reads())
                 store.entitled_version = version
 
+    def on_own_thread(self) -> bool:
+        """Whether the calling thread is the one that runs the step functions."""
+        return self._worker is not None and self._worker.is_current()
+
     def close(self) -> None:
         """End the thread; a failure that nobody was told of is logged."""
         if self._worker is not None:
@@ -153,5 +157,3 @@ class Stepper:
         finally:
             self._store.mark_all_dirty()
             self._done.advance()
-
-

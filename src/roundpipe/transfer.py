@@ -154,13 +154,15 @@ class Border:
     Attributes:
         structure: the tree without its leaves.
         leaves: values in place of tensors, other objects as they are.
+        sources: the caller's tensors that shall receive gradients, with their values.
     """
 
-    __slots__ = ("leaves", "structure")
+    __slots__ = ("leaves", "sources", "structure")
 
     def __init__(self, structure: Structure, leaves: list[Any]) -> None:
         self.structure = structure
         self.leaves = leaves
+        self.sources: list[tuple[torch.Tensor, Value]] = []
 
     @classmethod
     def from_host(cls, tree: Any, keep_grad: bool) -> Border:
@@ -171,15 +173,18 @@ class Border:
             keep_grad: whether tensors that require grad shall receive gradients.
         """
         leaves, structure = flatten(tree)
+        border = cls(structure, leaves)
         known: dict[int, Value] = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 value = known.get(id(leaf))
                 if value is None:
                     wanted = keep_grad and leaf.requires_grad
-                    value = known[id(leaf)] = Value(leaf.detach(), wanted)
+                    value = known[id(leaf)] = Value(leaf.detach().to("cpu"), wanted)
+                    if wanted:
+                        border.sources.append((leaf, value))
                 leaves[position] = value
-        return cls(structure, leaves)
+        return border
 
     def values(self) -> Iterator[Value]:
         """Each value once, in order."""

@@ -151,6 +151,10 @@ class Worker:
         """Run ``task`` after those submitted before."""
         self._tasks.put(task)
 
+    def is_current(self) -> bool:
+        """Whether the calling thread is this worker's."""
+        return self._thread is threading.current_thread()
+
     def close(self) -> None:
         """End the thread after the tasks submitted so far. May be called twice."""
         if self._closed:
@@ -158,7 +162,7 @@ class Worker:
         self._closed = True
         self._tasks.put(None)
         # A garbage collection may run on the worker itself, which cannot join itself.
-        if self._thread is not threading.current_thread():
+        if not self.is_current():
             self._thread.join()
 
 
@@ -181,7 +185,7 @@ def _serve(tasks: queue.SimpleQueue[Task | None], name: str) -> None:
             return
         try:
             task()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - logged with its traceback
             logger.exception("a task of %s failed outside a run", name)
         # Dropped before the next wait: an idle worker keeps no run, model or tensor alive.
         del task

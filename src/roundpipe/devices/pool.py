@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
-from roundpipe.workers import Worker
+from roundpipe.errors import StateError
+from roundpipe.workers import Task, Worker
 
 from .base import Device
 
@@ -32,6 +34,7 @@ class DevicePool:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.cursor = 0
+        self._submit_lock = threading.Lock()
         entered = [Future[None]() for _ in self.devices]
         self.workers = tuple(
             Worker(f"roundpipe-{device.name}", _scope_of(device, future))
@@ -51,6 +54,24 @@ class DevicePool:
     def closed(self) -> bool:
         """Whether the pool was closed."""
         return not self._close.alive
+
+    def submit(self, tasks: Mapping[int, Task]) -> None:
+        """Give each named device its task, all at one moment.
+
+        Two runs from two threads then stand in the same order in every worker's queue; otherwise
+        each could hold one device and wait for the other's.
+
+        Args:
+            tasks: for a device's index, what its worker shall run.
+
+        Raises:
+            StateError: the pool was closed.
+        """
+        if self.closed:
+            raise StateError("the devices were closed; make a new RoundPipe (or pool)")
+        with self._submit_lock:
+            for index, task in tasks.items():
+                self.workers[index].submit(task)
 
     def close(self) -> None:
         """End all threads after the tasks submitted so far. May be called twice, by any thread."""

@@ -1,0 +1,108 @@
+"""The bridge from torch's autograd engine to a pipelined backward.
+
+A call of ``forward`` with gradients is one node of the user's graph: its inputs are the
+microbatches' input tensors that require grad, its outputs all output tensors of all microbatches.
+Backward through it runs the call's backward plan on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .calls import Call
+from .compat import backward_keeps_graph
+from .errors import StateError
+from .transfer import Value
+
+RunBackward = Callable[[Call], None]
+
+
+class Bridge:
+    """One call with gradients, from its outputs to its inputs.
+
+    Args:
+        call: the call, its forward done.
+        num_layers: layers of the model.
+        run_backward: runs the call's backward on the devices.
+    """
+
+    def __init__(self, call: Call, num_layers: int, run_backward: RunBackward) -> None:
+        self._call = call
+        self._run_backward = run_backward
+        self._spent = False
+        self.inputs = [pair for chain in call.chains for pair in chain.sources]
+        self.outputs = [
+            value
+            for chain in call.chains
+            for value in chain.borders[num_layers].values()
+            if value.requires_grad
+        ]
+        self._versions = [tensor._version for tensor, _ in self.inputs]
+
+    def connect(self) -> dict[int, torch.Tensor]:
+        """Make the outputs part of the user's graph.
+
+        Returns:
+            For each output value, by identity, the tensor that carries gradients back into the
+            pipeline.
+        """
+        if not self.outputs:
+            return {}
+        # Parameters are not inputs of the node, so something else must make the outputs require
+        # grad when no input of the user does.
+        anchor = torch.zeros((), requires_grad=True)
+        tensors = _PipelineNode.apply(self, anchor, *(tensor for tensor, _ in self.inputs))
+        pairs = zip(self.outputs, tensors, strict=True)
+        return {id(value): tensor for value, tensor in pairs}
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Run the pipelined backward.
+
+        Args:
+            grads: for each output, the gradient, or None.
+
+        Returns:
+            For each input, its gradient, or None.
+        """
+        if self._spent:
+            raise StateError(
+                "backward was run a second time through a roundpipe forward whose saved inputs "
+                "were freed by the first; give the first one retain_graph=True"
+            )
+        for (tensor, _), version in zip(self.inputs, self._versions, strict=True):
+            if tensor._version != version:
+                raise StateError(
+                    "an input of a roundpipe forward was modified in place before backward, which "
+                    "has to recompute from it; modify a copy"
+                )
+        keeps = backward_keeps_graph()
+        self._spent = not keeps
+        self._call.keeps_borders = keeps
+        for value, grad in zip(self.outputs, grads, strict=True):
+            value.grad = None if grad is None else Value(grad.detach().to("cpu"))
+        self._run_backward(self._call)
+        results = []
+        for tensor, value in self.inputs:
+            results.append(None if value.grad is None else value.grad.home().to(tensor.device))
+            value.grad = None
+        return results
+
+
+class _PipelineNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, bridge: Bridge, anchor: torch.Tensor, *_inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.bridge = bridge
+        ctx.set_materialize_grads(False)
+        # `.data`: an output that is also kept for recompute must not share a version counter with
+        # what the user does to it.
+        return tuple(value.home().data for value in bridge.outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.bridge.backward(grads))

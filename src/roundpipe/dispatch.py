@@ -1,0 +1,325 @@
+"""Running a plan over the devices: who runs what, in which order, and how it ends.
+
+    tasks of a call     position 0   1   2   3   4   5     (forward stages, then backward stages)
+    device              (cursor + position) mod devices
+    one device          its tasks in order of position; in each task microbatches 0, 1, ..., M-1
+    one microbatch      may enter position p when it has left position p-1
+
+The caller makes the schedule, hands every device its list and waits. Each worker then needs only
+the microbatches' progress counters. While a task runs, the weights of its device's next one arrive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .calls import Call, Phase, StageTask
+from .compute import Place, StageCompute, describe_held
+from .devices import DevicePool
+from .devices.base import Device, Event
+from .errors import Cancelled, Where, add_note, add_where
+from .parameters import ParameterStore
+from .plan import ModelExecutePlan
+from .random_state import LayerRandomness
+from .stage_weights import StageWeights
+from .trace import EventLog, Span, clock_ns
+from .transfer import Value
+from .workers import Counter, Scope
+
+OUT_OF_MEMORY_ADVICE = (
+    "to lower what a device must hold, in this order: a larger num_microbatch; "
+    'recompute_grain="layer"; a plan with smaller stages (ModelExecutePlan.auto with a lower '
+    "model_memory_limit); a smaller batch or shorter sequences"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What all runs of one model share.
+
+    Attributes:
+        name: the model's name.
+        pool: the devices.
+        store: the parameters.
+        randomness: which layers draw random numbers.
+        log: where spans go.
+        accumulate_dtype: dtype in which gradients accumulate on a device.
+    """
+
+    name: str
+    pool: DevicePool
+    store: ParameterStore
+    randomness: LayerRandomness
+    log: EventLog
+    accumulate_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    phase: Phase
+    layers: range
+    replicas: int
+
+
+def forward_stages(plan: ModelExecutePlan, run_type: str, first_trainable: int) -> list[_Stage]:
+    """The stages that a call runs at once: all of them but a later, user-driven backward."""
+    replicas = plan.fwd_replicas or [1] * len(plan.fwd_plan)
+    stages = [
+        _Stage(Phase.FORWARD, layers, count)
+        for layers, count in zip(plan.fwd_plan, replicas, strict=True)
+    ]
+    if run_type == "fused":
+        fused, *rest = backward_stages(plan, first_trainable)
+        stages += [_Stage(Phase.FUSED, fused.layers, fused.replicas), *rest]
+    return stages
+
+
+def backward_stages(plan: ModelExecutePlan, first_trainable: int) -> list[_Stage]:
+    """The stages of the backward plan that have, or lie behind, something trainable."""
+    replicas = plan.bwd_replicas or [1] * len(plan.bwd_plan)
+    return [
+        _Stage(Phase.BACKWARD, layers, count)
+        for position, (layers, count) in enumerate(zip(plan.bwd_plan, replicas, strict=True))
+        # Below the first trainable layer nobody wants a gradient. The fused stage stays: its
+        # forward has not been run by anybody else.
+        if position == 0 or layers.stop > first_trainable
+    ]
+
+
+def schedule(
+    stages: Sequence[_Stage], cursor: int, num_devices: int, num_microbatch: int
+) -> tuple[list[StageTask], int]:
+    """Deal the stages to devices, round-robin.
+
+    Args:
+        stages: in the order in which microbatches visit them.
+        cursor: index of the device that takes the first one.
+        num_devices: how many there are.
+        num_microbatch: microbatches of the call.
+
+    Returns:
+        The tasks by position, and the cursor for the next call.
+    """
+    homes: list[tuple[int, ...]] = []
+    for stage in stages:
+        width = min(stage.replicas, num_devices, num_microbatch)
+        homes.append(tuple((cursor + r) % num_devices for r in range(width)))
+        cursor = (cursor + width) % num_devices
+    tasks = []
+    for position, (stage, home) in enumerate(zip(stages, homes, strict=True)):
+        following = homes[position + 1] if position + 1 < len(homes) else ()
+        tasks += [
+            StageTask(
+                position=position,
+                phase=stage.phase,
+                layers=stage.layers,
+                device=device,
+                replica=replica,
+                microbatches=range(replica, num_microbatch, len(home)),
+                next_devices=following,
+            )
+            for replica, device in enumerate(home)
+        ]
+    return tasks, cursor
+
+
+class Run:
+    """One schedule being executed."""
+
+    def __init__(self, engine: Engine, call: Call, tasks: Sequence[StageTask]) -> None:
+        self.engine = engine
+        self.call = call
+        self.scope = Scope()
+        self.tasks = tasks
+        self.progress = [
+            Counter(f"the progress of microbatch {chain.index} of {engine.name}")
+            for chain in call.chains
+        ]
+        self._kept: list[tuple[Value, Device]] = []
+        self._kept_lock = threading.Lock()
+
+    def execute(self) -> None:
+        """Run everything; returns when the devices are done. Called from the user's thread.
+
+        Raises:
+            BaseException: the first failure, the same object, after everybody has stopped.
+        """
+        engine = self.engine
+        by_device: dict[int, list[StageTask]] = {}
+        for task in self.tasks:
+            by_device.setdefault(task.device, []).append(task)
+            engine.store.declare_reads(task.layers)
+        done = Counter(f"the devices running {engine.name}")
+        who = f"the caller of {engine.name}"
+        jobs = {device: self._job(device, tasks, done) for device, tasks in by_device.items()}
+        try:
+            engine.pool.submit(jobs)
+            done.wait(len(jobs), who)
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C in the caller; raised again below
+            self.scope.fail(error)
+            _wait_shielded(lambda: done.wait(len(jobs), who))
+        finally:
+            for value, device in self._kept:
+                value.drop(device)
+        if self.scope.error is not None:
+            raise self.scope.error
+
+    def _job(self, device: int, tasks: list[StageTask], done: Counter) -> Callable[[], None]:
+        return lambda: _DeviceRun(self, self.engine.pool.devices[device], tasks).main(done)
+
+    def keep(self, value: Value, device: Device) -> None:
+        """A copy of ``value`` stays on ``device`` until the run is over at the latest."""
+        with self._kept_lock:
+            self._kept.append((value, device))
+
+
+def _wait_shielded(wait: Callable[[], None]) -> None:
+    """Finish a wait although Ctrl-C is pressed again: workers still use what would be torn down."""
+    while True:
+        try:
+            wait()
+        except KeyboardInterrupt:
+            continue
+        return
+
+
+class _DeviceRun:
+    """One device's part of a run. Lives on the device's worker."""
+
+    def __init__(self, run: Run, device: Device, tasks: Sequence[StageTask]) -> None:
+        self._run = run
+        self._device = device
+        self._tasks = tasks
+        self._place = Place()
+        self._task = tasks[0]
+        self._resident: list[StageWeights] = []
+        self._begun = 0
+        self._homecoming: list[tuple[StageTask, Sequence[Event]]] = []
+
+    def main(self, done: Counter) -> None:
+        """Run all tasks; failures end the run and are kept for the caller."""
+        try:
+            with self._device.random_sandbox():
+                self._run_tasks()
+        except Cancelled:
+            self._give_up()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller of the run
+            self._report(error)
+            self._give_up()
+        finally:
+            done.advance()
+
+    def _run_tasks(self) -> None:
+        weights: StageWeights | None = None
+        for index, task in enumerate(self._tasks):
+            self._task = task
+            weights = weights or self._begin(task)
+            following = self._tasks[index + 1] if index + 1 < len(self._tasks) else None
+            weights = self._run_task(task, weights, following)
+        for task, events in self._homecoming:
+            self._task, self._place = task, Place(phase="download")
+            for event in events:
+                event.synchronize()
+
+    def _run_task(
+        self, task: StageTask, weights: StageWeights, following: StageTask | None
+    ) -> StageWeights | None:
+        """Run a task's microbatches. Returns the next task's weights, if they are on their way."""
+        run, call = self._run, self._run.call
+        self._place.phase = "upload"
+        weights.arrive()
+        compute = StageCompute(
+            call, task, self._device, weights, run.engine.randomness, self._place,
+            keep=lambda value: run.keep(value, self._device), check=run.scope.check,
+        )  # fmt: skip
+        who = f"{self._device.name}, stage {task.label}"
+        upcoming: StageWeights | None = None
+        count = len(task.microbatches)
+        for done, index in enumerate(task.microbatches):
+            upcoming = self._prefetch(following, upcoming, 1 / (count - done))
+            run.progress[index].wait(task.position, who, run.scope)
+            run.scope.check()
+            begin_ns = clock_ns()
+            compute.run(call.chains[index])
+            run.engine.log.add(
+                Span(task.phase.value, self._device.name, call.number, task.position, index,
+                     begin_ns, clock_ns())
+            )  # fmt: skip
+            run.progress[index].advance_to(task.position + 1)
+            if done == 0 and task.phase is not Phase.FORWARD:
+                weights.account_gradients()
+        if task.phase is not Phase.FORWARD:
+            self._place.phase, self._place.layer, self._place.microbatch = "download", None, None
+            self._homecoming.append((task, weights.send_gradients(who)))
+        weights.release()
+        self._resident.remove(weights)
+        return upcoming
+
+    def _prefetch(
+        self, following: StageTask | None, upcoming: StageWeights | None, share: float
+    ) -> StageWeights | None:
+        """Enqueue a share of the next task's weights behind the activations enqueued so far."""
+        if following is None:
+            return None
+        if upcoming is None:
+            store, version = self._run.engine.store, self._run.call.version
+            if not all(store.readable(index, version) for index in following.layers):
+                # Its parameters are still being published: this task need not wait for that.
+                return None
+            upcoming = self._make(following)
+        upcoming.issue(int(upcoming.remaining_bytes * share))
+        return upcoming
+
+    def _begin(self, task: StageTask) -> StageWeights:
+        """Start the upload of a task's weights once they may be read."""
+        run = self._run
+        self._place.phase = "upload"
+        who = f"{self._device.name}, stage {task.label}"
+        for index in task.layers:
+            run.engine.store.wait_readable(index, run.call.version, who, run.scope)
+        return self._make(task)
+
+    def _make(self, task: StageTask) -> StageWeights:
+        engine = self._run.engine
+        phase, self._place.phase = self._place.phase, "upload"
+        weights = StageWeights(
+            self._device, engine.store, task.layers, task.replica,
+            keeps_grad=task.phase is not Phase.FORWARD, accumulate_dtype=engine.accumulate_dtype,
+        )  # fmt: skip
+        self._resident.append(weights)
+        self._begun += 1
+        self._place.phase = phase
+        return weights
+
+    # --- failures ----------------------------------------------------------------------------
+
+    def _report(self, error: BaseException) -> None:
+        engine, place = self._run.engine, self._place
+        layer = None if place.layer is None else engine.store.layers[place.layer].label
+        where = Where(
+            model=engine.name, layer=layer, stage=self._task.label, microbatch=place.microbatch,
+            phase=place.phase, device=self._device.name,
+        )  # fmt: skip
+        if self._run.scope.fail(error):
+            add_where(error, where)
+            if isinstance(error, torch.OutOfMemoryError):
+                held = describe_held(self._resident) or "no weights"
+                add_note(error, f"{self._device.name} held {held}. {OUT_OF_MEMORY_ADVICE}")
+
+    def _give_up(self) -> None:
+        """Let copies drain, drop what the device holds, and call off the reads not made."""
+        try:
+            self._device.synchronize()
+        except BaseException as error:  # noqa: BLE001 - the run has failed already
+            self._run.scope.fail(error)
+        store = self._run.engine.store
+        for weights in self._resident:
+            weights.release()
+        self._resident.clear()
+        for task in self._tasks[self._begun :]:
+            for index in task.layers:
+                store.read_issued(index, None)

@@ -1,0 +1,731 @@
+"""The user's class. A batch's walk starts and ends here; read the stations in order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .autograd import Bridge
+from .calls import Call, Chain, LossFunction
+from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
+from .context import CallerContext
+from .costs import layer_bytes, stage_limit_bytes
+from .devices import DevicePool, open_pool
+from .dispatch import Engine, Run, backward_stages, forward_stages, schedule
+from .errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    RoundPipeError,
+    StateError,
+    Where,
+    add_where,
+)
+from .microbatch import Batch, merge_outputs, packed_count, split_batch
+from .microbatch.tree import flatten, unflatten
+from .parameters import ParameterStore
+from .pinning import pin_parameters
+from .plan import ModelExecutePlan, default_plan
+from .random_state import LayerRandomness, draw_call_seed
+from .stepping import Stepper, masters_visible
+from .trace import EventLog
+from .transfer import Border, Value
+
+Self = TypeVar("Self", bound="RoundPipe")
+DROPPED = "gradients accumulated since the last step were dropped"
+
+
+def _identity_loss(outputs: Any, _label: Any) -> Any:
+    return outputs
+
+
+class RoundPipe(nn.Module):
+    """Trains ``model`` through a pool of devices, its weights staying in host memory.
+
+    The model stays the user's: it is not rebuilt, and after :meth:`synchronize` it holds the
+    trained weights. Reading an attribute that RoundPipe lacks reads it from the original model (see
+    :meth:`set_original_model`) or else from ``model``; writing and deleting go to the same place.
+
+    All methods are called from one thread at a time.
+
+    Args:
+        model: an ``nn.Sequential`` (each child is a layer) or any module (one layer).
+        optim_dtype: dtype of the master parameters; by default each parameter's own.
+        name: shown in logs, errors and traces; by default ``file.py:line`` of the caller.
+        model_run_config: defaults for the model's calls.
+        pin_model: ``"alloc"`` moves the parameters into page-locked memory, ``"register"``
+            page-locks the memory that is there, ``"off"`` leaves them. Nothing on CPU devices.
+        devices: ``None`` for what ``ROUNDPIPE_DEVICES`` says (else ``"auto"``), ``"auto"``,
+            ``"accelerator"``, ``"cpu:4"``, a list of ``torch.device``, or a pool.
+        accumulate_dtype: dtype in which gradients accumulate on a device over a call's
+            microbatches; by default the parameter's own.
+
+    Raises:
+        InvalidTypeError: ``model`` is no module, or has parameters that are not in host memory.
+        InvalidValueError: an empty model, an unknown ``pin_model`` or ``devices``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        pin_model: str = "alloc",
+        *,
+        devices: Any = None,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        layers = _layers_of(model)
+        _check_on_host(model)
+        if not isinstance(model_run_config, RoundPipeRunConfig):
+            raise InvalidTypeError(
+                f"model_run_config is a {type(model_run_config).__name__}; give a "
+                "RoundPipeRunConfig"
+            )
+        if name is None:
+            caller = sys._getframe(1)
+            name = f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
+        pool = open_pool(devices)
+        owned = None if pool is devices else pool
+        try:
+            pin_parameters(model.parameters(), pin_model, pool.devices)
+        except BaseException:
+            if owned is not None:
+                owned.close()
+            raise
+        names = {id(p): key for key, p in model.named_parameters()}
+        store = ParameterStore(layers, names, optim_dtype)
+        engine = Engine(name, pool, store, LayerRandomness(), EventLog(), accumulate_dtype)
+        stepper = Stepper(store, name)
+        # Own attributes go around __setattr__, which forwards to the model.
+        self.__dict__.update(
+            model=model,
+            name=name,
+            model_run_config=model_run_config,
+            _original=None,
+            _engine=engine,
+            _stepper=stepper,
+            _options={"optim_dtype": optim_dtype, "pin_model": pin_model, "devices": devices,
+                      "accumulate_dtype": accumulate_dtype},
+            _busy=threading.Lock(),
+            _calls=0,
+            _plans={},
+            _warned=set(),
+            _close=weakref.finalize(self, _close_parts, stepper, owned),
+        )  # fmt: skip
+
+    # --- calls -------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as :meth:`forward`. Hooks of the model's layers run; its own do not."""
+        return self.forward(*args, **kwargs)
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """Split, run, merge, return.
+
+        With gradients enabled the output can be used in any further torch code and ``backward()``
+        works, also into inputs that require grad; the parameters' gradients accumulate until a step
+        takes them. Inputs are copied: what a layer does to its input in place is not seen by the
+        caller.
+
+        Args:
+            *args: arguments of the first layer; tensors are cut along dim 0.
+            roundpipe_run_config: options of this call.
+            **kwargs: likewise.
+
+        Returns:
+            The merged output, on ``output_device``.
+        """
+        config = self._resolve(roundpipe_run_config)
+        with self._one_call(), torch.set_grad_enabled(config.requires_grad):
+            run_type = (
+                "train" if config.requires_grad and self._wants_grad(args, kwargs) else "infer"
+            )
+            batch = self._split(config, args, kwargs, None)
+            call = self._new_call(run_type, config, batch)
+            stages = forward_stages(call.plan, run_type, self._first_trainable(call))
+            self._run(call, stages)
+            return self._merge(call, self._outputs(call))
+
+    def forward_backward(
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFunction = _identity_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """Forward, loss and backward of a batch, fused.
+
+        For each microbatch m: ``out = model(args_m, kwargs_m)``, ``loss = loss_fn(out, label_m)``,
+        backward. Gradients are the sum over microbatches and accumulate over calls until a step
+        takes them. Inputs that require grad receive their gradients.
+
+        Args:
+            input_args: positional arguments of the first layer.
+            input_kwargs: keyword arguments of the first layer.
+            label: split like the inputs and given to ``loss_fn``.
+            loss_fn: ``loss_fn(output, label)`` returns a scalar or a sequence of scalars (whose sum
+                is differentiated). Runs on the device of the last stage. By default the model's
+                output is the loss.
+            return_outputs: also return the merged outputs, without gradients.
+            run_config: options of this call.
+
+        Returns:
+            The sum over microbatches of the losses, a detached CPU tensor (a list of sums if
+            ``loss_fn`` returns a sequence), or ``(loss, outputs)``.
+
+        Raises:
+            StateError: gradients are disabled, or nothing requires grad.
+        """
+        config = self._resolve(run_config)
+        args, kwargs = _check_inputs(input_args, input_kwargs, loss_fn)
+        if not config.requires_grad:
+            raise StateError(
+                "forward_backward was called with gradients disabled (torch.no_grad, or "
+                "requires_grad=False in the run config); use forward for evaluation"
+            )
+        with self._one_call(), torch.enable_grad():
+            if not self._wants_grad(args, kwargs):
+                raise StateError(
+                    f"nothing in {self.name} requires grad: all parameters are frozen and no input "
+                    "requires grad; unfreeze a parameter or use forward"
+                )
+            batch = self._split(config, args, kwargs, label)
+            call = self._new_call("fused", config, batch)
+            call.loss_fn, call.return_outputs = loss_fn, return_outputs
+            stages = forward_stages(call.plan, "fused", self._first_trainable(call))
+            self._run(call, stages)
+            self._give_input_gradients(call)
+            losses = _sum_losses(call)
+            if not return_outputs:
+                return losses
+            outputs = [chain.output.home() for chain in call.chains if chain.output is not None]
+            return losses, self._merge(call, outputs)
+
+    # --- stations of a call ------------------------------------------------------------------
+
+    def _resolve(self, config: RoundPipeRunConfig) -> ResolvedRunConfig:
+        return resolve(config, self.model_run_config, len(self._engine.pool.devices))
+
+    def _one_call(self) -> _OneCall:
+        return _OneCall(self.name, self._busy, self._stepper)
+
+    def _wants_grad(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if any(layer.trainable for layer in self._engine.store.layers):
+            return True
+        return bool(Border.from_host((args, kwargs), keep_grad=True).sources)
+
+    def _split(
+        self, config: ResolvedRunConfig, args: Sequence[Any], kwargs: Mapping[str, Any], label: Any
+    ) -> Batch:
+        count = packed_count(args, kwargs) or config.num_microbatch
+        try:
+            return split_batch(
+                tuple(args), dict(kwargs), label, count, config.split_input, config.split_label,
+                warned=self._warned,
+            )  # fmt: skip
+        except RoundPipeError:
+            raise  # what was given cannot be cut; nothing has run and nothing is lost
+        except BaseException as error:
+            self._fail(error, "split")
+            raise
+
+    def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
+        engine = self._engine
+        plan = config.execute_plan or self._default_plan(run_type)
+        plan.check_valid(len(engine.store.layers), run_type)
+        keep_grad = run_type != "infer"
+        chains = []
+        for piece in batch.microbatches:
+            entry = Border.from_host((piece.args, piece.kwargs), keep_grad)
+            label = Border.from_host(piece.label, keep_grad=False)
+            chain = Chain(piece.index, {0: entry}, label, sources=entry.sources)
+            if config.loss_reduction == "mean":
+                chain.weight = _share_of_rows(piece.rows, batch.rows)
+            chains.append(chain)
+        call = Call(
+            number=self._calls,
+            run_type=run_type,
+            config=config,
+            plan=plan,
+            version=engine.store.entitled_version,
+            seed=draw_call_seed() if config.preserve_rng_state else 0,
+            context=CallerContext.capture({d.torch_device.type for d in engine.pool.devices}),
+            chains=chains,
+        )
+        call.saved = self._saved_borders(call)
+        self.__dict__["_calls"] += 1
+        return call
+
+    def _default_plan(self, run_type: str) -> ModelExecutePlan:
+        plan: ModelExecutePlan | None = self._plans.get(run_type)
+        if plan is None:
+            devices = self._engine.pool.devices
+            sizes = [layer_bytes(layer.module) for layer in self._engine.store.layers]
+            limit = stage_limit_bytes(devices)
+            plan = default_plan(run_type, sizes, len(devices), stage_limit=limit)
+            self._plans[run_type] = plan
+        return plan
+
+    def _first_trainable(self, call: Call) -> int:
+        """The first layer behind which gradients are wanted."""
+        if any(chain.sources for chain in call.chains):
+            return -1
+        layers = self._engine.store.layers
+        return next((layer.index for layer in layers if layer.trainable), len(layers))
+
+    def _saved_borders(self, call: Call) -> frozenset[int]:
+        """Layers in front of which backward needs the state."""
+        if call.run_type == "infer":
+            return frozenset()
+        stages = backward_stages(call.plan, self._first_trainable(call))
+        if call.run_type == "fused":
+            stages = stages[1:]
+        if call.config.recompute_grain == "layer":
+            return frozenset(index for stage in stages for index in stage.layers)
+        return frozenset(stage.layers.start for stage in stages)
+
+    def _run(self, call: Call, stages: Any) -> None:
+        """Dispatch the stages and take the call's effects home."""
+        engine = self._engine
+        self._stepper.raise_failure()
+        if call.keeps_grad:
+            engine.store.adopt_user_gradients()
+        pool = engine.pool
+        tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
+        try:
+            with engine.randomness.watch_call(self.name):
+                Run(engine, call, tasks).execute()
+            self._commit_buffers(call)
+            self._stepper.raise_failure()
+        except BaseException as error:
+            self._fail(error, None, drop=call.keeps_grad)
+            raise
+
+    def _fail(self, error: BaseException, phase: str | None, drop: bool = True) -> None:
+        dropped = drop and self._engine.store.drop_gradients()
+        if phase is not None or dropped:
+            add_where(error, Where(model=self.name, phase=phase), DROPPED if dropped else None)
+
+    def _commit_buffers(self, call: Call) -> None:
+        """Write what the layers' forwards made of their buffers into the user's model."""
+        changes: dict[int, tuple[int, nn.Module, str, torch.Tensor]] = {}
+        for index, history in call.histories.items():
+            modules = dict(self._engine.store.layers[index].module.named_modules())
+            for (path, name), value in history.latest.items():
+                owner = modules[path]
+                buffer = owner._buffers[name]
+                if buffer is None:
+                    continue
+                known = changes.setdefault(id(buffer), (index, owner, name, value.home()))
+                if known[0] != index:
+                    raise StateError(
+                        f"buffer {name!r} of {type(owner).__name__} is shared by layers {known[0]} "
+                        f"and {index}, which both change it; give each layer its own"
+                    )
+        with torch.no_grad():
+            for _, owner, name, new in changes.values():
+                buffer = owner._buffers[name]
+                if buffer is not None and (buffer.shape, buffer.dtype) == (new.shape, new.dtype):
+                    buffer.copy_(new)
+                else:
+                    owner._buffers[name] = new
+
+    def _outputs(self, call: Call) -> list[Any]:
+        """For each microbatch its output tree in host memory, connected to the user's graph."""
+        num_layers = len(self._engine.store.layers)
+        carrying: dict[int, torch.Tensor] = {}
+        if call.run_type == "train":
+            bridge = Bridge(call, num_layers, self._run_backward)
+            carrying = bridge.connect()
+        outputs = []
+        for chain in call.chains:
+            border = chain.borders[num_layers]
+            leaves = [
+                carrying.get(id(leaf), leaf) if isinstance(leaf, Value) else leaf
+                for leaf in border.leaves
+            ]
+            outputs.append(Border(border.structure, leaves).home())
+            for value in border.values():
+                if call.run_type == "infer" or not _is_saved(value, chain, num_layers):
+                    value.drop_host()  # the user's from here on; backward needs only its gradient
+        return outputs
+
+    def _run_backward(self, call: Call) -> None:
+        with self._one_call():
+            if call.version != self._engine.store.entitled_version:
+                raise StateError(
+                    "the parameters were stepped or synchronized between forward and backward; run "
+                    "backward first, or forward again"
+                )
+            self._run(call, backward_stages(call.plan, self._first_trainable(call)))
+
+    def _merge(self, call: Call, outputs: list[Any]) -> Any:
+        device = call.config.output_device
+        try:
+            merged = merge_outputs(outputs, call.config.merge_output)
+            return merged if device.type == "cpu" else _move(merged, device)
+        except BaseException as error:
+            self._fail(error, "merge", drop=call.run_type == "fused")
+            raise
+
+    def _give_input_gradients(self, call: Call) -> None:
+        """Inputs that require grad receive theirs, through whatever graph they come from."""
+        tensors, grads = [], []
+        for chain in call.chains:
+            for tensor, value in chain.sources:
+                if value.grad is not None:
+                    tensors.append(tensor)
+                    grads.append(value.grad.home().to(tensor.device))
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run ``step_fn(*args, **kwargs)`` on the optimizer thread, behind this iteration.
+
+        Before it runs, the gradients accumulated so far have been folded into the masters'
+        ``.grad``. Inside it ``parameters()`` and ``named_parameters()`` give the masters.
+
+        With ``is_async=True`` it returns at once and the next calls compute with the parameters
+        before this step: staleness is exactly one step, whatever the timing. At most one step is in
+        flight. With ``is_async=False`` it returns when the step is done and published.
+
+        Args:
+            step_fn: any function, typically optimizer, scheduler, ``zero_grad``.
+            is_async: see above.
+            *args: for ``step_fn``.
+            **kwargs: for ``step_fn``.
+
+        Raises:
+            BaseException: what an earlier asynchronous ``step_fn`` raised (this step is then not
+                run), or what this synchronous one raised. Once, the same object.
+        """
+        if not callable(step_fn):
+            raise InvalidTypeError(
+                f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer"
+            )
+        with self._one_call():
+            self._stepper.submit(functools.partial(step_fn, *args, **kwargs), is_async)
+
+    def synchronize(self) -> None:
+        """Wait for everything; the model's parameters then hold the latest masters.
+
+        Accumulated, not yet stepped gradients are put into the parameters' ``.grad``; the next call
+        adds to them, the next step takes them.
+
+        Raises:
+            BaseException: what an asynchronous step function raised.
+        """
+        with self._one_call():
+            try:
+                self._stepper.publish_latest()
+            finally:
+                self._engine.store.expose_gradients()
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and masters of the parameters that require grad, or already have a master."""
+        store = self._engine.store
+        pairs = self._target.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
+        for name, parameter in pairs:
+            if parameter.requires_grad or store.has_master(parameter):
+                yield name, store.master_of(parameter)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The masters of the parameters that require grad, or already have a master."""
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters; the masters within a step function or ``OptimizerCtx``."""
+        if masters_visible.depth:
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+            return
+        if "parameters" not in self._warned:
+            self._warned.add("parameters")
+            warnings.warn(
+                f"parameters() of {self.name} gives the model's own parameters, which an optimizer "
+                "must not be built on: use optim_parameters(), or call it within OptimizerCtx()",
+                stacklevel=3,
+            )
+        yield from self._target.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As :meth:`named_parameters`, without the names."""
+        for _, parameter in self.named_parameters(recurse=recurse):
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated so far; within a step function, the masters' gradients."""
+        if masters_visible.depth:
+            for master in self.optim_parameters():
+                if master.grad is not None:
+                    master.grad = None if set_to_none else master.grad.zero_()
+            return
+        self._engine.store.drop_gradients()
+        self._target.zero_grad(set_to_none)
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze all parameters."""
+        self._target.requires_grad_(requires_grad)
+        return self
+
+    # --- the wrapped model -------------------------------------------------------------------
+
+    def set_original_model(self, original: nn.Module) -> None:
+        """The module whose attributes and key names are shown; ``model`` was made from it."""
+        if not isinstance(original, nn.Module):
+            raise InvalidTypeError(
+                f"the original model is a {type(original).__name__}, no nn.Module"
+            )
+        self.__dict__["_original"] = original
+
+    @property
+    def _target(self) -> nn.Module:
+        original: nn.Module | None = self.__dict__["_original"]
+        return original if original is not None else self.__dict__["model"]
+
+    def __getattr__(self, name: str) -> Any:
+        if "model" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("model_run_config", "name"):
+            self.__dict__[name] = value
+        else:
+            setattr(self._target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._target, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._target)})
+
+    def __repr__(self) -> str:
+        names = ", ".join(device.name for device in self._engine.pool.devices)
+        layers = len(self._engine.store.layers)
+        kind = type(self._target).__name__
+        return f"RoundPipe({self.name!r}, {layers} layers of {kind}, on {names})"
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Training mode for all layers."""
+        self._target.train(mode)
+        if self._target is not self.model:
+            self.model.train(mode)
+        self._engine.randomness.forget()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's state under its own key names; call :meth:`synchronize` before."""
+        store = self._engine.store
+        if store.entitled_version != store.submitted_version:
+            warnings.warn(
+                f"state_dict() of {self.name} while a step is not published yet: the weights are "
+                "those before it. Call synchronize() first",
+                stacklevel=2,
+            )
+        return self._target.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into the original model's parameters and refresh the masters.
+
+        Raises:
+            InvalidValueError: ``assign=True``, which would replace the parameters.
+        """
+        if assign:
+            raise InvalidValueError(
+                "load_state_dict(assign=True) would replace the parameters that masters and "
+                "optimizer belong to; use assign=False, which copies the values"
+            )
+        self.synchronize()
+        result = self._target.load_state_dict(state_dict, strict=strict)
+        self._engine.store.refresh_masters()
+        return result
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        raise StateError(
+            f"{self.name}: the parameters of a RoundPipe stay where they are, in host memory, and "
+            "keep their dtype; convert or move the model before wrapping it"
+        )
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        self.synchronize()
+        model, original = copy.deepcopy((self.model, self._original), memo)
+        options = dict(self._options)
+        twin = type(self)(model, name=self.name, model_run_config=self.model_run_config, **options)
+        memo[id(self)] = twin
+        if original is not None:
+            twin.set_original_model(original)
+        self._engine.store.copy_masters_to(twin._engine.store)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidTypeError(
+            f"{self.name} cannot be pickled: it owns threads. Save model.state_dict() after "
+            "synchronize() instead, or copy.deepcopy it"
+        )
+
+    # --- end of life -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the model's threads (a pool that was passed in stays open). May be called twice."""
+        self._close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class OptimizerCtx:
+    """Within it, ``parameters()`` and ``named_parameters()`` of every RoundPipe give the masters.
+
+    For the calling thread only, and may be nested.
+    """
+
+    def __enter__(self) -> None:
+        masters_visible.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        masters_visible.__exit__(*exc)
+
+
+class _OneCall:
+    """Refuses a second call, step or synchronize while one is running."""
+
+    def __init__(self, name: str, busy: threading.Lock, stepper: Stepper) -> None:
+        self._name = name
+        self._busy = busy
+        self._stepper = stepper
+
+    def __enter__(self) -> None:
+        if self._stepper.on_own_thread():
+            raise StateError(
+                f"{self._name} was called from its own step function, which it would wait for"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise StateError(
+                f"{self._name} was called while another call of it is running: from a layer, a "
+                "loss function, or a second thread"
+            )
+
+    def __exit__(self, *_exc: object) -> None:
+        self._busy.release()
+
+
+def _close_parts(stepper: Stepper, owned_pool: DevicePool | None) -> None:
+    stepper.close()
+    if owned_pool is not None:
+        owned_pool.close()
+
+
+def _layers_of(model: Any) -> list[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}; give an nn.Module")
+    if isinstance(model, RoundPipe):
+        raise InvalidTypeError("model is a RoundPipe already; wrap the plain model")
+    if not isinstance(model, nn.Sequential):
+        return [model]
+    if len(model) == 0:
+        raise InvalidValueError("the nn.Sequential has no layers; give it at least one")
+    return list(model)
+
+
+def _check_on_host(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise InvalidTypeError(
+                f"parameter {name!r} is on {parameter.device}; weights live in host memory: call "
+                'model.to("cpu") before wrapping'
+            )
+
+
+def _check_inputs(args: Any, kwargs: Any, loss_fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
+        raise InvalidTypeError(
+            f"input_args is a {type(args).__name__}; give a tuple of positional arguments, as (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidTypeError(
+            f"input_kwargs is a {type(kwargs).__name__}; give a dict of keyword arguments"
+        )
+    if not callable(loss_fn):
+        raise InvalidTypeError(
+            f"loss_fn is a {type(loss_fn).__name__}; give a function of (output, label)"
+        )
+    return tuple(args), dict(kwargs or {})
+
+
+def _share_of_rows(rows: int | None, batch_rows: int | None) -> float:
+    if not rows or not batch_rows:
+        raise InvalidValueError(
+            'loss_reduction="mean" needs to know how many rows each microbatch has, and no input '
+            'tensor tells; use "sum" and weight the loss inside loss_fn'
+        )
+    return rows / batch_rows
+
+
+def _sum_losses(call: Call) -> Any:
+    totals: list[torch.Tensor] = []
+    for chain in call.chains:
+        losses = [value.home() for value in chain.losses]
+        if not totals:
+            totals = [loss.clone() for loss in losses]
+            continue
+        if len(losses) != len(totals):
+            raise InvalidValueError(
+                f"loss_fn returned {len(totals)} losses for microbatch 0 and {len(losses)} for "
+                f"microbatch {chain.index}; return the same number for each"
+            )
+        totals = [total + loss for total, loss in zip(totals, losses, strict=True)]
+    return totals if call.chains[0].losses_are_sequence else totals[0]
+
+
+def _is_saved(value: Value, chain: Chain, num_layers: int) -> bool:
+    return any(
+        value is other
+        for index, border in chain.borders.items()
+        if index != num_layers
+        for other in border.values()
+    )
+
+
+def _move(tree: Any, device: torch.device) -> Any:
+    leaves, structure = flatten(tree)
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return unflatten(structure, moved)
