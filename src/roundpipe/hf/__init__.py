@@ -1,0 +1,6 @@
+"""Models of transformers as sequences of layers; the only package that imports transformers."""
+
+from roundpipe.hf.cut import CutModel, cut_model, is_cuttable
+from roundpipe.hf.refusal import CutRefusedError
+
+__all__ = ["CutModel", "CutRefusedError", "cut_model", "is_cuttable"]

@@ -1,0 +1,229 @@
+"""Turning a model of transformers into a sequence of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.hf import private
+from roundpipe.hf.analysis import Analysis, analyse, candidate_lists
+from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
+from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output
+from roundpipe.hf.check import check_cut, check_output
+from roundpipe.hf.example import default_example, takes_use_cache
+from roundpipe.hf.layer import LayerPiece
+from roundpipe.hf.learn import learn_tail
+from roundpipe.hf.prefix import PrefixPiece
+from roundpipe.hf.probe import ModuleCall, Probe, quiet_random, run_probe
+from roundpipe.hf.refusal import CutRefusedError, class_name
+from roundpipe.hf.skeleton import SkeletonPiece, first_device
+from roundpipe.hf.stubs import is_plain
+from roundpipe.hf.tail import TailPiece
+from roundpipe.microbatch.tree import flatten
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model as a sequence of layers.
+
+    Attributes:
+        model: the original; its parameters are the layers' parameters.
+        layers: prefix, one piece per call of a layer, tail. The first takes the arguments of the
+            model, the last returns its output, and each hands a pytree of tensors to the next.
+        names: for each of ``layers``, what it is: ``prefix``, the layer's name in the model, or
+            ``tail``.
+    """
+
+    model: nn.Module
+    layers: nn.Sequential
+    names: tuple[str, ...]
+
+    def refresh_flags(self) -> None:
+        """Let all pieces see the original's training flags; to be called before each run."""
+        for piece in self.layers:
+            if isinstance(piece, SkeletonPiece):
+                piece.refresh_flags()
+
+
+def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> CutModel:
+    """Cut a model at its layers.
+
+    The library's own forward is run once on a small batch and watched. The pieces then run that
+    same forward: the prefix up to the last layer, with stand-ins for the layers, each layer with
+    the arguments that the library gave it, and the tail over the layers' results. No weight is
+    copied and nothing of the model is changed.
+
+    Args:
+        model: a model of transformers, or a PEFT model around one, on one device.
+        example: keyword arguments of a small batch with all arguments that later calls will have.
+            Without it, token ids with an attention mask, and labels where the model takes them.
+
+    Returns:
+        The layers; see :class:`CutModel`.
+
+    Raises:
+        CutRefusedError: the model cannot be cut; the message has the reason and a way out.
+    """
+    refuse_at_sight(model)
+    kwargs = dict(default_example(model) if example is None else example)
+    no_cache = takes_use_cache(model)
+    if no_cache:
+        kwargs["use_cache"] = False
+    probe, kwargs = _probe(model, kwargs)
+    return _Cutter(model, probe, analyse(model, probe), kwargs, no_cache).cut()
+
+
+def refuse_at_sight(model: nn.Module) -> None:
+    """Refuse what need not be run to be seen.
+
+    Raises:
+        CutRefusedError: the model is spread over devices, or some forward is patched.
+    """
+    for name, module in model.named_modules():
+        where = f"{name} " if name else ""
+        if getattr(module, "hf_device_map", None) is not None:
+            raise CutRefusedError(
+                class_name(model),
+                f"{where}has an hf_device_map: accelerate moves its parts between devices",
+                "load the model without device_map",
+            )
+        if "forward" in vars(module):
+            raise CutRefusedError(
+                class_name(model),
+                f"the forward of {where or 'the model'} is replaced on the instance, and the "
+                "replacement belongs to that one object",
+                "load the model without device_map and without patches, or subclass it",
+            )
+
+
+def is_cuttable(model: nn.Module) -> bool:
+    """Whether to try :func:`cut_model`: it is a model of transformers and has lists of layers.
+
+    Nothing is run. The answer may be True for a model that :func:`cut_model` then refuses.
+    """
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) else model
+    return private.is_pretrained(inner) and bool(candidate_lists(model))
+
+
+def _probe(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Probe, dict[str, Any]]:
+    """Watch a forward, with all outputs on that the library collects, if the model takes that."""
+    keep = [element for found in candidate_lists(model).values() for element in found]
+    collect = {f"output_{name}": True for name in private.collectable_outputs(model)}
+    if collect:
+        wanted = {**collect, **kwargs}
+        try:
+            return run_probe(model, (), wanted, keep), wanted
+        except Exception:  # noqa: BLE001 - whatever it is, the plain probe will tell
+            pass
+    return run_probe(model, (), kwargs, keep), kwargs
+
+
+class _Cutter:
+    """The steps of one cut."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        probe: Probe,
+        analysis: Analysis,
+        kwargs: dict[str, Any],
+        no_cache: bool,
+    ) -> None:
+        self.model = model
+        self.probe = probe
+        self.analysis = analysis
+        self.kwargs = kwargs
+        self.device = first_device(kwargs, model)
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.blueprint = Blueprint(
+            class_name(model), analysis.element_names, self._call_specs(), no_cache
+        )
+
+    def cut(self) -> CutModel:
+        held = self._learn_tail()
+        prefix = PrefixPiece(prefix_skeleton(self.model, self.analysis, held), self.blueprint)
+        parameters = self._between(prefix)
+        self.blueprint = replace(
+            self.blueprint, glue_parameters={k: tuple(v) for k, v in parameters.items()}
+        )
+        prefix.blueprint = self.blueprint
+        layers = [
+            LayerPiece(index, call.module, self.blueprint, parameters.get(index, {}))
+            for index, call in enumerate(self.analysis.calls)
+        ]
+        tail = TailPiece(tail_skeleton(self.model, self.analysis, held), self.blueprint)
+        inputs = ((), self.kwargs)
+        check_cut((prefix, layers, tail), self.analysis.calls, inputs, self.probe.output)
+        elements = [self.blueprint.elements[call.element] for call in self.blueprint.calls]
+        return CutModel(
+            self.model, nn.Sequential(prefix, *layers, tail), ("prefix", *elements, "tail")
+        )
+
+    def _call_specs(self) -> tuple[CallSpec, ...]:
+        index = {id(element): i for i, element in enumerate(self.analysis.elements)}
+        specs = []
+        for call in self.analysis.calls:
+            output = learn_output(call.args, dict(call.kwargs), call.output)
+            if output is None:
+                raise CutRefusedError(
+                    class_name(self.model),
+                    f"{self.names[id(call.module)]} returns a {type(call.output).__name__} with "
+                    "something in it that is neither tensor nor constant",
+                )
+            specs.append(CallSpec(index[id(call.module)], output))
+        return tuple(specs)
+
+    def _learn_tail(self) -> set[int]:
+        """Find what the tail reads, and which modules it need not run.
+
+        A module of which the tail's code uses more than the output is not held.
+        """
+        before = self.analysis.guests.before
+        held = {key for key, calls in before.items() if all(_describable(c) for c in calls)}
+        while True:
+            calls = {self.names[key]: before[key] for key in held}
+            skeleton = tail_skeleton(self.model, self.analysis, held)
+            inputs = ((), self.kwargs)
+            try:
+                read, output = learn_tail(
+                    skeleton, self.blueprint, self.analysis, calls, inputs, self.device
+                )
+                break
+            except CutRefusedError as error:
+                stubborn = {key for key in held if self.names[key] == error.part}
+                if not stubborn:
+                    raise
+                held -= stubborn
+        check_output(self.blueprint.model_class, output, self.probe.output)
+        of_modules = [name.rsplit(":", 2) for name in read if ":" in name]
+        self.blueprint = replace(
+            self.blueprint,
+            tail_reads=frozenset(name for name in read if ":" not in name),
+            tail_reads_held=frozenset((n, int(call), int(leaf)) for n, call, leaf in of_modules),
+        )
+        return held
+
+    def _between(self, prefix: PrefixPiece) -> dict[int, dict[str, nn.Parameter]]:
+        """For each call, the parameters that operations after it use."""
+        with torch.no_grad(), quiet_random():
+            state = prefix(**self.kwargs)
+        found: dict[int, dict[str, nn.Parameter]] = {}
+        for index, call in enumerate(state.plan.calls):
+            names = {
+                name
+                for operation in call.operations
+                for expr in operation.arguments.exprs()
+                for name in expr.parameters()
+            }
+            if names:
+                found[index] = {name: prefix.skeleton.get_parameter(name) for name in sorted(names)}
+        return found
+
+
+def _describable(call: ModuleCall) -> bool:
+    return all(isinstance(leaf, torch.Tensor) or is_plain(leaf) for leaf in flatten(call.output)[0])

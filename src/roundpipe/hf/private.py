@@ -1,0 +1,78 @@
+"""The only module that touches private or version-dependent names of transformers.
+
+Each name has a test in ``tests/hf/test_private.py``, so that an upgrade fails there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+try:  # since transformers 5.2
+    from transformers.utils import output_capturing as _capturing
+except ImportError:  # pragma: no cover - transformers 5.0 and 5.1
+    _capturing = None
+
+_HOOKED = "_output_capturing_hooks_installed"
+# Outputs that have one entry per layer *and* depend on the layers' neighbours; they are refused.
+_NOT_COLLECTED = frozenset({"hidden_states", "attentions", "cross_attentions"})
+
+
+def is_pretrained(module: object) -> bool:
+    """Whether ``module`` is a model of transformers."""
+    return isinstance(module, PreTrainedModel)
+
+
+def is_cache(value: object) -> bool:
+    """Whether ``value`` keeps keys and values of earlier tokens."""
+    return isinstance(value, Cache)
+
+
+def active_collector() -> dict[str, list[Any]] | None:
+    """What the innermost running model collects from its layers, by output name."""
+    if _capturing is None:
+        return None
+    collector: dict[str, list[Any]] | None = _capturing._active_collector.get()
+    return collector
+
+
+@contextmanager
+def collecting(keys: tuple[str, ...]) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Collect the outputs named ``keys`` from the modules that run inside the block.
+
+    The library does the same around a whole model; the hooks that fill the lists sit on the
+    modules already. Lists are local to the thread.
+    """
+    caught: dict[str, list[torch.Tensor]] = {key: [] for key in keys}
+    if not keys or _capturing is None:
+        yield caught
+        return
+    token = _capturing._active_collector.set(caught)
+    try:
+        yield caught
+    finally:
+        _capturing._active_collector.reset(token)
+
+
+def collectable_outputs(model: nn.Module) -> list[str]:
+    """Names of the outputs that the model, or a model inside it, collects from its layers.
+
+    Hidden states and attentions are left out.
+    """
+    if _capturing is None:
+        return []
+    names: dict[str, None] = {}
+    for module in model.modules():
+        if is_pretrained(module):
+            names.update(dict.fromkeys(_capturing._CAN_RECORD_REGISTRY.get(module)))
+    return [name for name in names if name not in _NOT_COLLECTED]
+
+
+def has_collecting_hooks(module: nn.Module) -> bool:
+    """Whether the library has put its collecting hooks on the parts of ``module``."""
+    return bool(module.__dict__.get(_HOOKED, False))
