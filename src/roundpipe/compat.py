@@ -110,7 +110,7 @@ def watch_operators(
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Watch(TorchDispatchMode):
         supports_higher_order_operators = True
 
         def __torch_dispatch__(
@@ -122,7 +122,7 @@ def watch_operators(
         ) -> Any:
             return run(func, args, kwargs or {})
 
-    return Watch()  # type: ignore[no-untyped-call]
+    return Watch()
 
 
 def host_register(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -137,3 +137,11 @@ def host_register(tensor: torch.Tensor, device: torch.device) -> bool:
         return False
     nbytes = tensor.numel() * tensor.element_size()
     return nbytes == 0 or int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)) == 0
+
+
+def total_memory_bytes(device: torch.device) -> int | None:
+    """Size of an accelerator's memory in bytes; ``None`` where its runtime does not tell."""
+    if hasattr(torch.accelerator, "get_memory_info"):  # not in every supported version
+        return int(torch.accelerator.get_memory_info(device)[1])
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None

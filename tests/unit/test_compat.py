@@ -66,3 +66,13 @@ def test_operator_traits_tell_views_and_writes() -> None:
     assert compat.operator_traits(aten._foreach_add_.List) == (False, {0})
     assert compat.operator_traits(aten.add.out) == (False, {"out"})
     assert compat.operator_traits(object()) == (False, frozenset())
+
+
+def test_total_memory_is_asked_of_whoever_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda d: (1, 2), raising=False)
+    assert compat.total_memory_bytes(device) == 2
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    assert compat.total_memory_bytes(device) is None
+    monkeypatch.setattr(torch.cpu, "mem_get_info", lambda d: (3, 4), raising=False)
+    assert compat.total_memory_bytes(device) == 4
