@@ -221,6 +221,11 @@ class _Registered(NodeKind):
 
 def is_block_mask_type(cls: type) -> bool:
     """Whether ``cls`` is FlexAttention's ``BlockMask`` or a subclass of it."""
+    return _has_block_mask_base(cls)
+
+
+@lru_cache(maxsize=1024)
+def _has_block_mask_base(cls: type) -> bool:
     return any(
         base.__name__ == "BlockMask" and base.__module__ == "torch.nn.attention.flex_attention"
         for base in cls.__mro__

@@ -11,13 +11,11 @@ one tensor, takes a few microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.microbatch.nodes import LEAF_TYPES, NodeKind, kind_of
-
-_NO_TYPES: frozenset[type] = frozenset()
+from roundpipe.microbatch.nodes import LEAF_TYPES, NodeKind, is_block_mask_type, kind_of
 
 
 class Structure:
@@ -103,12 +101,12 @@ class Structure:
 LEAF = Structure(None, None, None, 1)
 
 
-def flatten(tree: Any, leaf_types: Collection[type] = _NO_TYPES) -> tuple[list[Any], Structure]:
+def flatten(tree: Any, block_masks_are_leaves: bool = False) -> tuple[list[Any], Structure]:
     """Take ``tree`` apart.
 
     Args:
         tree: any object; what is no container is a leaf.
-        leaf_types: classes whose instances are leaves although they are containers.
+        block_masks_are_leaves: whether a ``BlockMask`` is a leaf, not a container of its tensors.
 
     Returns:
         The leaves in order, and the structure, from which :func:`unflatten` rebuilds the tree.
@@ -120,7 +118,7 @@ def flatten(tree: Any, leaf_types: Collection[type] = _NO_TYPES) -> tuple[list[A
     if type(tree) in LEAF_TYPES:
         return [tree], LEAF
     try:
-        return leaves, _take(tree, leaves, leaf_types)
+        return leaves, _take(tree, leaves, block_masks_are_leaves)
     except RecursionError as error:
         raise InvalidValueError(
             f"a {type(tree).__name__} among the arguments or outputs contains itself, or nests "
@@ -128,10 +126,9 @@ def flatten(tree: Any, leaf_types: Collection[type] = _NO_TYPES) -> tuple[list[A
         ) from error
 
 
-def _take(tree: Any, leaves: list[Any], leaf_types: Collection[type]) -> Structure:
-    cls = type(tree)
-    kind = None if cls in leaf_types else kind_of(cls)
-    if kind is None:
+def _take(tree: Any, leaves: list[Any], block_masks_are_leaves: bool) -> Structure:
+    kind = kind_of(type(tree))
+    if kind is None or (block_masks_are_leaves and is_block_mask_type(kind.cls)):
         leaves.append(tree)
         return LEAF
     values, context = kind.take(tree)
@@ -145,7 +142,7 @@ def _take(tree: Any, leaves: list[Any], leaf_types: Collection[type]) -> Structu
             leaves.append(value)
             children.append(LEAF)
         else:
-            children.append(_take(value, leaves, leaf_types))
+            children.append(_take(value, leaves, block_masks_are_leaves))
     flat = all(child is LEAF for child in children)
     return Structure(kind, context, None if flat else tuple(children), len(leaves) - before)
 
@@ -176,19 +173,19 @@ def _build(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 
 def flatten_with_paths(
-    tree: Any, root: str = "", leaf_types: Collection[type] = _NO_TYPES
+    tree: Any, root: str = "", block_masks_are_leaves: bool = False
 ) -> tuple[list[str], list[Any], Structure]:
     """Like :func:`flatten`, with the text that leads to each leaf in front.
 
     Args:
         tree: as for :func:`flatten`.
         root: what each path begins with, for example ``kwargs``.
-        leaf_types: as for :func:`flatten`.
+        block_masks_are_leaves: as for :func:`flatten`.
 
     Returns:
         The paths (``kwargs['batch'][0]``), the leaves and the structure.
     """
-    leaves, structure = flatten(tree, leaf_types)
+    leaves, structure = flatten(tree, block_masks_are_leaves)
     return structure.paths(root), leaves, structure
 
 

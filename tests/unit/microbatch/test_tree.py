@@ -201,7 +201,7 @@ def test_a_block_mask_is_a_container_of_its_tensors() -> None:
     assert rebuilt.shape == mask.shape
     assert rebuilt.mask_mod is mask.mask_mod
     assert torch.equal(rebuilt.to_dense(), mask.to_dense())
-    assert flatten(mask, {type(mask)})[0] == [mask]
+    assert flatten(mask, block_masks_are_leaves=True)[0] == [mask]
 
 
 def test_the_users_containers_stay_as_they_are() -> None:

@@ -1,0 +1,33 @@
+"""Warnings that are given once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class MicrobatchWarning(UserWarning):
+    """Something about the split is legal and perhaps not what was meant."""
+
+
+def warn_once(key: str, message: str, warned: set[str] | None = None) -> None:
+    """Warn, at the line of the caller's code that called roundpipe.
+
+    Args:
+        key: what the warning is about.
+        message: its text.
+        warned: keys that were warned about already, owned by whoever may warn again; the key is
+            added. ``None`` warns every time.
+    """
+    if warned is not None:
+        if key in warned:
+            return
+        warned.add(key)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, MicrobatchWarning, stacklevel=level)
