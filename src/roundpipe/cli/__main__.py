@@ -1,0 +1,7 @@
+"""``python -m roundpipe.cli`` is the command ``roundpipe``."""
+
+import sys
+
+from roundpipe.cli import main
+
+sys.exit(main())
