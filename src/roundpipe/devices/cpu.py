@@ -39,6 +39,9 @@ def set_own_intraop_threads(count: int) -> None:
     takes over at its first parallel operation. The default is therefore set back, by a short-lived
     thread, because the setter also changes whoever calls it.
     """
+    # A thread's first question or parallel operation gives it the default; asked later than the
+    # setting, it would undo it.
+    torch.get_num_threads()
     with _THREAD_COUNT_LOCK:
         default = _on_new_thread(torch.get_num_threads)
         torch.set_num_threads(count)
@@ -90,7 +93,9 @@ class CpuDevice(Device):
 
     def empty(self, like: torch.Tensor, stream: Stream, category: Category) -> torch.Tensor:
         """A new host tensor."""
-        return empty_like(like, self.torch_device)
+        # An inference tensor could not be copied into by another thread.
+        with torch.inference_mode(False):
+            return empty_like(like, self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy now, on the calling thread."""
@@ -112,8 +117,9 @@ class CpuDevice(Device):
         """Nothing: no ledger."""
 
     def host_empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A new host tensor, dense, in the dimension order of ``like``; pageable."""
-        return torch.empty_like(like, device="cpu", requires_grad=False)
+        """A new host tensor, pageable, laid out as ``like`` so that kernels treat it alike."""
+        with torch.inference_mode(False):
+            return empty_like(like, self.torch_device)
 
     def seed(self, seed: int) -> None:
         """Nothing: host layers draw from the process's generator, which the engine seeds."""
