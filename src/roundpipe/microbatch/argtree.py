@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from roundpipe.microbatch.columns import Column, trees_from_columns
 from roundpipe.microbatch.cutting import Where, dim_to_cut, rows_of
 from roundpipe.microbatch.nodes import LEAF_TYPES
 from roundpipe.microbatch.packed import RoundPipePackedData
 from roundpipe.microbatch.specs import AUTO, Rule, match_spec
-from roundpipe.microbatch.tree import Structure, flatten, unflatten
+from roundpipe.microbatch.tree import flatten
 
 
 class ArgumentTree:
@@ -98,12 +99,9 @@ class ArgumentTree:
             if type(leaf) not in LEAF_TYPES and _hides_tensors(leaf)
         ]
 
-    def assemble(self, columns: Sequence[Sequence[Any]], count: int) -> list[Any]:
+    def assemble(self, columns: Sequence[Column], count: int) -> list[Any]:
         """``count`` trees; the m-th has the m-th value of each leaf's column."""
-        structure: Structure = self._structure
-        if not columns:
-            return [unflatten(structure, ()) for _ in range(count)]
-        return [unflatten(structure, row) for row in zip(*columns, strict=True)]
+        return trees_from_columns(self._structure, columns, count)
 
 
 def _hides_tensors(leaf: Any) -> bool:

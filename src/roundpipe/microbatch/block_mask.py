@@ -8,12 +8,12 @@ the rule has to be asked with the batch index shifted by the piece's first row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from roundpipe.microbatch.nodes import is_block_mask_type
+from roundpipe.microbatch.sizes import spans
 
 
 def is_block_mask(value: Any) -> bool:
@@ -32,9 +32,8 @@ def mask_rows(mask: Any) -> int | None:
 def cut_mask(mask: Any, sizes: Sequence[int]) -> list[Any]:
     """Pieces of ``mask`` with ``sizes`` batch rows each; their tensors are views."""
     rows = mask_rows(mask)
-    starts = [0, *accumulate(sizes)]
     pieces = []
-    for start, size in zip(starts, sizes, strict=False):
+    for start, size in spans(sizes):
         held = {
             name: value[start : start + size] if _has_rows(value, rows) else value
             for name, value in vars(mask).items()

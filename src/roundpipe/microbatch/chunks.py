@@ -13,9 +13,10 @@ import torch
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.argtree import ArgumentTree
+from roundpipe.microbatch.columns import columns_from_trees
 from roundpipe.microbatch.cutting import cut
 from roundpipe.microbatch.joining import Manner
-from roundpipe.microbatch.merge import join_columns, transpose
+from roundpipe.microbatch.merge import join_columns
 from roundpipe.microbatch.notices import warn_once
 from roundpipe.microbatch.specs import match_spec
 
@@ -86,7 +87,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any, *, align: bool = False)
     if not chunks:
         warn_once("no chunks", "merge_chunks got no chunks; it returns an empty list")
         return []
-    columns, structure = transpose(chunks, "chunk")
+    columns, structure = columns_from_trees(chunks, "chunk")
     rules = match_spec(chunk_spec, structure, "chunk", "chunk_spec")
     manner = Manner(warn_non_tensors=True, align=align)
     return join_columns(columns, rules, structure, "chunk", manner)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.block_mask import cut_mask, is_block_mask, mask_rows
-from roundpipe.microbatch.dtensor import cut_dtensor, even_sizes, is_dtensor, shard_sizes
+from roundpipe.microbatch.dtensor import cut_dtensor, is_dtensor, shard_sizes
+from roundpipe.microbatch.sizes import even_sizes, spans
 from roundpipe.microbatch.specs import AUTO, WHOLE, Cut, Rule
 
 Where = Callable[[], str]  # gives a leaf's path; paths are only made when a message needs one
@@ -97,7 +97,7 @@ def cut(
     try:
         if sizes is None:
             return value.tensor_split(count, dim)
-        return [value.narrow(dim, *span) for span in _spans(sizes)]
+        return [value.narrow(dim, *span) for span in spans(sizes)]
     except (RuntimeError, NotImplementedError) as error:
         sizes = sizes or even_sizes(value.shape[dim], count)
         return _cut_without_views(value, dim, sizes, where, error)
@@ -111,8 +111,4 @@ def _cut_without_views(
             f"{where()} has layout {tensor.layout} and shape {tuple(tensor.shape)}; torch cannot "
             f"cut that along dimension {dim}; convert it, give Replicate, or cut it in a function"
         ) from error
-    return [torch.narrow_copy(tensor, dim, *span) for span in _spans(sizes)]
-
-
-def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+    return [torch.narrow_copy(tensor, dim, *span) for span in spans(sizes)]

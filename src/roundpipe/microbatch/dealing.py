@@ -9,8 +9,9 @@ from typing import Any
 from roundpipe.errors import InvalidValueError
 from roundpipe.microbatch.argtree import ArgumentTree
 from roundpipe.microbatch.cutting import cut
-from roundpipe.microbatch.dtensor import even_sizes, is_dtensor, shard_sizes
+from roundpipe.microbatch.dtensor import is_dtensor, shard_sizes
 from roundpipe.microbatch.notices import warn_once
+from roundpipe.microbatch.sizes import even_sizes
 from roundpipe.microbatch.specs import AUTO
 
 
@@ -99,8 +100,8 @@ def _column(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) ->
     elif rows < count:
         raise InvalidValueError(
             f"{tree.path(index)} has shape {_shape(leaf)}; its spec cuts dimension {dim}, which "
-            f"has {rows} entries, fewer than the {count} microbatches; give Replicate, or a smaller "
-            "num_microbatch"
+            f"has {rows} entries, fewer than the {count} microbatches; give Replicate, or a "
+            "smaller num_microbatch"
         )
     return cut(leaf, dim, count, tree.where(index))
 

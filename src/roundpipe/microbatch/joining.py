@@ -35,6 +35,10 @@ class Manner:
     align: bool = False
 
 
+# What most leaves are; for these no further questions have to be asked.
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_SIMPLE_VALUES = frozenset({type(None), bool, int, float, str})
+
 AVERAGE_SCALARS = Manner(average_scalars=True)
 
 
@@ -57,9 +61,10 @@ def join(values: Sequence[Any], rule: Rule, where: Where, manner: Manner) -> Any
         return result
     if rule is WHOLE:
         return _the_same(values, where)
-    if not any(isinstance(value, torch.Tensor) for value in values):
-        return _join_others(values, rule, where, manner)
-    _check_all_tensors(values, where)
+    if not _PLAIN_TENSORS.issuperset(map(type, values)):
+        if not any(isinstance(value, torch.Tensor) for value in values):
+            return _join_others(values, rule, where, manner)
+        _check_all_tensors(values, where)
     dim = rule.dim if isinstance(rule, Cut) else 0
     if values[0].ndim > 0:
         return concatenate(values, dim, where, manner.align)
@@ -79,43 +84,46 @@ def concatenate(values: Sequence[Any], dim: int, where: Where, align: bool) -> A
     Raises:
         InvalidValueError: ``dim`` does not exist, or the tensors differ elsewhere than along it.
     """
-    first = values[0]
-    for m, value in enumerate(values):
-        if value.ndim != first.ndim or not -value.ndim <= dim < value.ndim:
-            shapes = [tuple(v.shape) for v in (first, value)]
-            raise InvalidValueError(
-                f"{where()} has shape {shapes[0]} in microbatch 0 and {shapes[1]} in microbatch "
-                f"{m}, which cannot be concatenated along dimension {dim}; give another spec, or "
-                "merge with a function"
-            )
-    if len(values) == 1:
-        return first
-    if any(is_dtensor(value) for value in values):
+    if not _PLAIN_TENSORS.issuperset(map(type, values)) and any(map(is_dtensor, values)):
+        _check_shapes(values, dim, where)
         return join_dtensors(values, dim, align, where())
+    if len(values) == 1:
+        _check_shapes(values, dim, where)
+        return values[0]
     try:
         return torch.cat(tuple(values), dim)
-    except RuntimeError as error:
-        _explain(values, dim, where, error)
+    except (RuntimeError, IndexError):
+        _check_shapes(values, dim, where)  # says what is wrong; running out of memory is not
         raise
 
 
-def _explain(values: Sequence[torch.Tensor], dim: int, where: Where, error: Exception) -> None:
-    """Raise what is wrong with the values, if something is; running out of memory is not."""
+def _check_shapes(values: Sequence[torch.Tensor], dim: int, where: Where) -> None:
     first = values[0]
     for m, value in enumerate(values):
-        other_shape = [n for d, n in enumerate(value.shape) if d != dim % value.ndim]
-        if other_shape != [n for d, n in enumerate(first.shape) if d != dim % value.ndim]:
+        facts = (
+            f"{where()} has shape {tuple(first.shape)} in microbatch 0 and {tuple(value.shape)} "
+            f"in microbatch {m}"
+        )
+        if value.ndim != first.ndim or not -value.ndim <= dim < value.ndim:
             raise InvalidValueError(
-                f"{where()} has shape {tuple(first.shape)} in microbatch 0 and "
-                f"{tuple(value.shape)} in microbatch {m}; they may only differ in dimension {dim}, "
-                "along which they are concatenated; pad them, or merge with a function"
-            ) from error
+                f"{facts}, which cannot be concatenated along dimension {dim}; give another spec, "
+                "or merge with a function"
+            )
+        if _other_sizes(value, dim) != _other_sizes(first, dim):
+            raise InvalidValueError(
+                f"{facts}; they may only differ in dimension {dim}, along which they are "
+                "concatenated; pad them, or merge with a function"
+            )
         if (value.device, value.layout) != (first.device, first.layout):
             raise InvalidValueError(
                 f"{where()} is on {first.device} with {first.layout} in microbatch 0 and on "
                 f"{value.device} with {value.layout} in microbatch {m}; return the same kind of "
                 "tensor for every microbatch"
-            ) from error
+            )
+
+
+def _other_sizes(tensor: torch.Tensor, dim: int) -> list[int]:
+    return [size for d, size in enumerate(tensor.shape) if d != dim % tensor.ndim]
 
 
 def _mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,6 +150,8 @@ def _join_others(values: Sequence[Any], rule: Rule, where: Where, manner: Manner
 
 def _the_same(values: Sequence[Any], where: Where) -> Any:
     first = values[0]
+    if _SIMPLE_VALUES.issuperset(map(type, values)) and values.count(first) == len(values):
+        return first
     for m, value in enumerate(values):
         if not same_value(first, value):
             raise InvalidValueError(

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from roundpipe.errors import InvalidValueError
+from roundpipe.microbatch.columns import columns_from_trees
 from roundpipe.microbatch.custom import is_function
 from roundpipe.microbatch.joining import AVERAGE_SCALARS, Manner, join
 from roundpipe.microbatch.packed import RoundPipePackedData, TransferHandle
 from roundpipe.microbatch.specs import Rule, match_spec
-from roundpipe.microbatch.tree import Structure, flatten, unflatten
+from roundpipe.microbatch.tree import Structure, unflatten
 
 
 def merge_outputs(
@@ -35,7 +35,7 @@ def merge_outputs(
     """
     if merge_output is not None and is_function(merge_output):
         return merge_output(list(outputs))
-    columns, structure = transpose(outputs, "output")
+    columns, structure = columns_from_trees(outputs, "output")
     if merge_output is False:
         return unflatten(structure, [RoundPipePackedData(c, handles) for c in columns])
     spec = None if merge_output is True else merge_output
@@ -60,38 +60,3 @@ def join_columns(
 
 def _path(structure: Structure, root: str, index: int) -> str:
     return structure.paths(root)[index]
-
-
-def transpose(trees: Sequence[Any], root: str) -> tuple[list[tuple[Any, ...]], Structure]:
-    """For each leaf, its value in every tree; and the structure that all trees share.
-
-    Raises:
-        InvalidValueError: there are no trees, or their structures differ.
-    """
-    if not trees:
-        raise InvalidValueError(f"there is no {root} to merge; expected one per microbatch")
-    leaves, structure = flatten(trees[0], block_masks_are_leaves=True)
-    rows = [leaves]
-    for m, tree in enumerate(trees[1:], start=1):
-        row, other = flatten(tree, block_masks_are_leaves=True)
-        if other != structure:
-            path, here, there = first_difference(structure, other, root)
-            raise InvalidValueError(
-                f"the structures differ at {path}: {here} in microbatch 0, {there} in microbatch "
-                f"{m}; return the same structure for every microbatch, or merge with a function"
-            )
-        rows.append(row)
-    return list(zip(*rows, strict=True)), structure
-
-
-def first_difference(a: Structure, b: Structure, path: str) -> tuple[str, str, str]:
-    """Path of the first node that differs, and that node in ``a`` and in ``b`` as text."""
-    if a.same_node(b):
-        for key, child_a, child_b in zip(a.keys(), a.children, b.children, strict=True):
-            if child_a != child_b:
-                return first_difference(child_a, child_b, path + key)
-    return path, _text(a), _text(b)
-
-
-def _text(structure: Structure) -> str:
-    return "a single leaf" if structure.is_leaf else structure.describe()

@@ -25,10 +25,12 @@ class Structure:
     shows the tree with ``*`` in place of the leaves.
 
     Attributes:
+        kind: how the container on top is handled; ``None`` for a leaf.
+        context: what that container needs besides its children.
         num_leaves: number of leaves.
     """
 
-    __slots__ = ("_children", "_context", "_kind", "num_leaves")
+    __slots__ = ("_children", "context", "kind", "num_leaves")
     __hash__ = None  # type: ignore[assignment]  # contexts of registered classes may be unhashable
 
     def __init__(
@@ -38,32 +40,32 @@ class Structure:
         children: tuple[Structure, ...] | None,
         num_leaves: int,
     ) -> None:
-        self._kind = kind  # None for a leaf
-        self._context = context
+        self.kind = kind
+        self.context = context
         self._children = children  # None if all children are leaves
         self.num_leaves = num_leaves
 
     @property
     def is_leaf(self) -> bool:
         """Whether the tree is a single leaf."""
-        return self._kind is None
+        return self.kind is None
 
     @property
     def children(self) -> tuple[Structure, ...]:
         """The structures of the children; empty for a leaf."""
         if self._children is None:
-            return () if self._kind is None else (LEAF,) * self.num_leaves
+            return () if self.kind is None else (LEAF,) * self.num_leaves
         return self._children
 
     def keys(self) -> list[str]:
         """For each child, the text that leads to it: ``[0]``, ``['a']`` or ``.field``."""
-        if self._kind is None:
+        if self.kind is None:
             return []
-        return self._kind.keys(self._context, len(self.children))
+        return self.kind.keys(self.context, len(self.children))
 
     def paths(self, root: str = "") -> list[str]:
         """For each leaf, the text that leads to it, starting with ``root``."""
-        if self._kind is None:
+        if self.kind is None:
             return [root]
         pairs = zip(self.keys(), self.children, strict=True)
         return [path for key, child in pairs for path in child.paths(root + key)]
@@ -71,9 +73,9 @@ class Structure:
     def same_node(self, other: Structure) -> bool:
         """Whether both have the same container on top, whatever its children are."""
         return (
-            self._kind == other._kind
+            self.kind == other.kind
             and len(self.children) == len(other.children)
-            and _same_context(self._context, other._context)
+            and same_context(self.context, other.context)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -83,8 +85,8 @@ class Structure:
             return NotImplemented
         return (
             self.num_leaves == other.num_leaves
-            and self._kind == other._kind
-            and _same_context(self._context, other._context)
+            and self.kind == other.kind
+            and same_context(self.context, other.context)
             and self._children == other._children
         )
 
@@ -93,9 +95,9 @@ class Structure:
 
     def describe(self) -> str:
         """The tree as text, with ``*`` in place of the leaves."""
-        if self._kind is None:
+        if self.kind is None:
             return "*"
-        return self._kind.show(self._context, [child.describe() for child in self.children])
+        return self.kind.show(self.context, [child.describe() for child in self.children])
 
 
 LEAF = Structure(None, None, None, 1)
@@ -161,15 +163,15 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
             f"{structure.num_leaves}; pass one value for each leaf"
         )
     if structure._children is None:
-        return structure._kind.build(structure._context, leaves) if structure._kind else leaves[0]
+        return structure.kind.build(structure.context, leaves) if structure.kind else leaves[0]
     return _build(structure, iter(leaves))
 
 
 def _build(structure: Structure, leaves: Iterator[Any]) -> Any:
-    if structure._kind is None:
+    if structure.kind is None:
         return next(leaves)
     children = [_build(child, leaves) for child in structure.children]
-    return structure._kind.build(structure._context, children)
+    return structure.kind.build(structure.context, children)
 
 
 def flatten_with_paths(
@@ -189,7 +191,7 @@ def flatten_with_paths(
     return structure.paths(root), leaves, structure
 
 
-def _same_context(a: Any, b: Any) -> bool:
+def same_context(a: Any, b: Any) -> bool:
     """``a == b`` for contexts, which in registered classes may hold tensors or arrays."""
     if a is b:
         return True

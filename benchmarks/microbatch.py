@@ -1,0 +1,173 @@
+"""Splitting and merging: time against torch's functions (and paddle's), memory of a merge.
+
+Run ``python benchmarks/microbatch.py``. The input is a nested tree of 50 leaves, tensors, numbers
+and strings, cut into 8 pieces; the outputs are 8 trees of 50 leaves. Times are the best of several
+rounds, in which the contestants take turns, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import microbatch as torch_microbatch
+
+from roundpipe import microbatch
+
+PIECES = 8
+TENSORS, NUMBERS, STRINGS = 20, 20, 10
+MIB = 2**20
+
+
+def make_kwargs(make_tensor: Callable[[int], Any]) -> dict[str, Any]:
+    """A tree of 50 leaves: ten records of two tensors, two numbers and a string."""
+    return {
+        f"record{i}": {
+            "hidden": make_tensor(i),
+            "extra": [make_tensor(i + 10), (i, float(i))],
+            "name": f"name{i}",
+        }
+        for i in range(TENSORS // 2)
+    }
+
+
+def interleaved_best(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Best time per call of each function, in seconds; the functions take turns."""
+    number = {
+        name: max(1, int(0.02 / timeit.timeit(f, number=3) * 3)) for name, f in functions.items()
+    }
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            seconds = timeit.timeit(function, number=number[name]) / number[name]
+            best[name] = min(best[name], seconds)
+    return best
+
+
+def report(title: str, best: dict[str, float]) -> None:
+    print(title)
+    for name, seconds in best.items():
+        ratio = seconds / best["torch"]
+        print(f"  {name:<28}{seconds * 1e6:9.1f} us   {ratio:5.2f} of torch's time")
+
+
+def split_times(rounds: int) -> None:
+    kwargs = make_kwargs(lambda i: torch.ones(16, 32 + i))
+    replicate = torch_microbatch._Replicate()
+    chunk = torch_microbatch.TensorChunkSpec(0)
+    spec: Any = {
+        key: {"hidden": chunk, "extra": [chunk, (replicate, replicate)], "name": replicate}
+        for key in kwargs
+    }
+    ours, theirs = microbatch.split_args_kwargs_into_chunks, torch_microbatch
+    functions: dict[str, Callable[[], Any]] = {
+        "torch": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES),
+        "roundpipe": lambda: ours((), kwargs, PIECES),
+        "torch, spec": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES, None, spec),
+        "roundpipe, spec": lambda: ours((), kwargs, PIECES, None, spec),
+        "roundpipe, split_batch": lambda: microbatch.split_batch((), kwargs, None, PIECES),
+        "(the 20 tensor_splits alone)": lambda: [
+            torch.tensor_split(r["hidden"], PIECES) and torch.tensor_split(r["extra"][0], PIECES)
+            for r in kwargs.values()
+        ],
+    }
+    report(
+        f"split: {TENSORS + NUMBERS + STRINGS} leaves into {PIECES} pieces",
+        interleaved_best(functions, rounds),
+    )
+
+
+def merge_times(rounds: int) -> None:
+    kwargs = make_kwargs(lambda i: torch.ones(16, 32 + i))
+    pieces = microbatch.split_args_kwargs_into_chunks((), kwargs, PIECES)[1]
+    spec = {
+        key: {
+            "hidden": torch_microbatch.TensorChunkSpec(0),
+            "extra": [torch_microbatch.TensorChunkSpec(0), (None, None)],
+            "name": None,
+        }
+        for key in kwargs
+    }
+    functions: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch_microbatch.merge_chunks(pieces, spec),
+        "roundpipe": lambda: microbatch.merge_chunks(pieces, spec),
+        "roundpipe, no spec": lambda: microbatch.merge_chunks(pieces, None),
+        "roundpipe, merge_outputs": lambda: microbatch.merge_outputs(pieces),
+        "(the 20 cats alone)": lambda: [
+            (
+                torch.cat([p[k]["hidden"] for p in pieces]),
+                torch.cat([p[k]["extra"][0] for p in pieces]),
+            )
+            for k in kwargs
+        ],
+    }
+    report(
+        f"merge: {PIECES} outputs of {TENSORS + NUMBERS + STRINGS} leaves",
+        interleaved_best(functions, rounds),
+    )
+
+
+def paddle_times(rounds: int) -> None:
+    try:
+        paddle = importlib.import_module("paddle")
+        theirs = importlib.import_module("paddle.distributed.auto_parallel.pipelining.microbatch")
+    except ImportError as error:
+        print(f"paddle: not measured ({error})")
+        return
+    ours_in = make_kwargs(lambda i: torch.ones(16, 32 + i))
+    theirs_in = make_kwargs(lambda i: paddle.ones([16, 32 + i]))
+    ours = microbatch.split_args_kwargs_into_chunks
+    best = interleaved_best(
+        {
+            "torch": lambda: torch_microbatch.split_args_kwargs_into_chunks((), ours_in, PIECES),
+            "roundpipe": lambda: ours((), ours_in, PIECES),
+            "paddle": lambda: theirs.split_args_kwargs_into_chunks((), theirs_in, PIECES),
+        },
+        rounds,
+    )
+    report("split, with paddle", best)
+
+
+def peak_bytes() -> int:
+    """Highest resident size of this process since the last reset."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def merge_memory() -> None:
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        print("memory of a merge: needs /proc, not measured")
+        return
+    outputs = [{"logits": torch.full((64, 2**18), float(m))} for m in range(PIECES)]
+    output_bytes = sum(piece["logits"].nbytes for piece in outputs)
+    reset.write_text("5")
+    before = peak_bytes()
+    merged = microbatch.merge_outputs(outputs)
+    used = peak_bytes() - before
+    assert merged["logits"].nbytes == output_bytes
+    print(
+        f"merge of {output_bytes / MIB:.0f} MiB: peak memory {used / MIB:.1f} MiB above the "
+        f"pieces, {used / output_bytes - 1:+.2%} against the output"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    split_times(rounds)
+    merge_times(rounds)
+    paddle_times(rounds)
+    merge_memory()
+
+
+if __name__ == "__main__":
+    main()
