@@ -193,6 +193,11 @@ def call_value(call: int, leaf: int) -> str:
     return f"c{call}.{leaf}"
 
 
+def call_index(name: str) -> int:
+    """The call of a name made by :func:`call_value`."""
+    return int(name[1:].partition(".")[0])
+
+
 def collected_value(call: int, key: str, index: int) -> str:
     """Name of a tensor that the library collected inside a call."""
     return f"r{call}.{key}.{index}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.errors import add_note
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis, analyse, candidate_lists
 from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
@@ -74,7 +75,19 @@ def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> Cut
     if no_cache:
         kwargs["use_cache"] = False
     probe, kwargs = _probe(model, kwargs)
-    return _Cutter(model, probe, analyse(model, probe), kwargs, no_cache).cut()
+    whole: frozenset[str] = frozenset()
+    while True:
+        analysis = analyse(model, probe, whole)
+        try:
+            return _Cutter(model, probe, analysis, kwargs, no_cache).cut()
+        except CutRefusedError as error:
+            # The values that one stack computes may steer the code around another. Such a stack
+            # stays whole, as a part of the prefix.
+            stack = (error.part or "").rpartition(".")[0]
+            stacks = {name.rpartition(".")[0] for name in analysis.element_names}
+            if stack not in stacks or len(stacks) == 1:
+                raise
+            whole |= {stack}
 
 
 def refuse_at_sight(model: nn.Module) -> None:
@@ -112,15 +125,23 @@ def is_cuttable(model: nn.Module) -> bool:
 
 def _probe(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Probe, dict[str, Any]]:
     """Watch a forward, with all outputs on that the library collects, if the model takes that."""
-    keep = [element for found in candidate_lists(model).values() for element in found]
+    layers = [element for found in candidate_lists(model).values() for element in found]
     collect = {f"output_{name}": True for name in private.collectable_outputs(model)}
     if collect:
         wanted = {**collect, **kwargs}
         try:
-            return run_probe(model, (), wanted, keep), wanted
+            return run_probe(model, wanted, layers), wanted
         except Exception:  # noqa: BLE001 - whatever it is, the plain probe will tell
             pass
-    return run_probe(model, (), kwargs, keep), kwargs
+    try:
+        return run_probe(model, kwargs, layers), kwargs
+    except Exception as error:
+        add_note(
+            error,
+            f"roundpipe: {class_name(model)} failed on the example batch of cut_model, with "
+            f"{', '.join(kwargs)}; pass example= a small batch that its forward takes",
+        )
+        raise
 
 
 class _Cutter:

@@ -13,9 +13,9 @@ from torch import nn
 from roundpipe.hf import private
 from roundpipe.hf.blueprint import Blueprint, call_value, collected_value
 from roundpipe.hf.encode import plain_contents
-from roundpipe.hf.plan import Call, Operation, Scope, State
+from roundpipe.hf.plan import Call, Operation, Plan, Scope, State
 from roundpipe.hf.refusal import CutRefusedError
-from roundpipe.microbatch.tree import flatten
+from roundpipe.microbatch.tree import flatten, unflatten
 
 
 class ParameterTable(nn.Module):
@@ -57,7 +57,8 @@ class LayerPiece(nn.Module):
         plan = state.plan
         call = plan.calls[self.index]
         tensors = dict(state.tensors)
-        scope = self._scope(state, call, tensors)
+        contents = self._container_contents(state, call, tensors)
+        scope = self._scope(state.plan, contents, tensors)
         args, kwargs = call.arguments.build(scope)
         with private.collecting(call.collect) as caught, _grad_as(call.grad):
             output = layer(*args, **kwargs)
@@ -67,21 +68,33 @@ class LayerPiece(nn.Module):
             self._operate(operation, scope, tensors)
         for name in call.drops:
             tensors.pop(name, None)
-        return State(plan, tensors, self._contents(state, call, scope))
+        return State(plan, tensors, _changed_contents(state, call, contents, scope))
 
-    def _scope(self, state: State, call: Call, tensors: dict[str, torch.Tensor]) -> Scope:
+    def _container_contents(
+        self, state: State, call: Call, tensors: dict[str, torch.Tensor]
+    ) -> dict[int, Any]:
+        """Present contents of the containers that the layer is given."""
+        indices = {i for expr in call.arguments.exprs() for i in expr.container_indices()}
+        if not indices:
+            return {}
+        scope = self._scope(state.plan, {}, tensors)
+        return {
+            index: state.containers[index]
+            if index in state.containers
+            else state.plan.containers[index].contents.build(scope)
+            for index in sorted(indices)
+        }
+
+    def _scope(
+        self, plan: Plan, contents: Mapping[int, Any], tensors: dict[str, torch.Tensor]
+    ) -> Scope:
         device = next(iter(tensors.values())).device
-        scope = Scope(tensors, {}, self.between.as_mapping(), device)
-        containers = {}
-        for expr in call.arguments.exprs():
-            for index in expr.container_indices():
-                if index not in containers:
-                    spec = state.plan.containers[index]
-                    changed = state.containers.get(index)
-                    contents = spec.contents.build(scope) if changed is None else changed
-                    containers[index] = spec.factory(plain_contents(contents))
-        scope.containers = containers
-        return scope
+        # The layer writes into new containers: the state stays as it is, for the recompute.
+        containers = {
+            index: plan.containers[index].factory(_rebuilt(content))
+            for index, content in contents.items()
+        }
+        return Scope(tensors, containers, self.between.as_mapping(), device)
 
     def _keep_output(
         self, alive: frozenset[str], tensors: dict[str, torch.Tensor], output: Any
@@ -119,20 +132,26 @@ class LayerPiece(nn.Module):
             if name is not None:
                 tensors[name] = value
 
-    def _contents(self, state: State, call: Call, scope: Scope) -> dict[int, Any]:
-        """Contents of the containers that some layer has changed."""
-        contents = dict(state.containers)
-        for index, container in scope.containers.items():
-            now = plain_contents(container)
-            if index in contents or not _same_objects(
-                now, state.plan.containers[index].contents.build(scope)
-            ):
-                contents[index] = now
-        return {i: c for i, c in contents.items() if i not in call.drops_containers}
-
     def _refuse(self, reason: str) -> NoReturn:
         name = self.blueprint.elements[self.blueprint.calls[self.index].element]
         raise CutRefusedError(self.blueprint.model_class, f"{name} {reason}")
+
+
+def _changed_contents(
+    state: State, call: Call, contents: Mapping[int, Any], scope: Scope
+) -> dict[int, Any]:
+    """Contents of the containers that this or an earlier layer has changed."""
+    changed = dict(state.containers)
+    for index, container in scope.containers.items():
+        now = plain_contents(container)
+        if not _same_objects(now, contents[index]):
+            changed[index] = now
+    return {index: now for index, now in changed.items() if index not in call.drops_containers}
+
+
+def _rebuilt(contents: Any) -> Any:
+    leaves, structure = flatten(contents)
+    return unflatten(structure, leaves)
 
 
 def _same_objects(a: Any, b: Any) -> bool:

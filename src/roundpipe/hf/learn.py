@@ -14,7 +14,7 @@ from roundpipe.hf.blueprint import Blueprint, call_value
 from roundpipe.hf.probe import ModuleCall, quiet_random
 from roundpipe.hf.skeleton import Skeleton
 from roundpipe.hf.stubs import activate
-from roundpipe.hf.tokens import Token, make_token
+from roundpipe.hf.tokens import Token, make_token, roots_of
 from roundpipe.microbatch.tree import flatten, unflatten
 
 
@@ -64,7 +64,7 @@ class LearningRun:
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follow where values go; after the last layer, every token used is one that is read."""
-        roots = _roots((args, kwargs))
+        roots = roots_of((args, kwargs))
         leaves, _ = flatten(result)
         tokens = [leaf for leaf in leaves if isinstance(leaf, Token)]
         for token in tokens:
@@ -74,7 +74,7 @@ class LearningRun:
 
     def value_read(self, name: str, args: Any) -> None:
         """Reading a value is reading, wherever it happens."""
-        self.read |= _roots(args)
+        self.read |= roots_of(args)
 
     def _collect(self, call: int) -> None:
         collector = private.active_collector()
@@ -101,7 +101,7 @@ def learn_tail(
     last = len(blueprint.calls) - 1
     leaves = enumerate(blueprint.calls[last].output.leaves)
     always = {call_value(last, leaf) for leaf, spec in leaves if spec.dtype is not None}
-    return run.read | _roots(output) | always, output
+    return run.read | roots_of(output) | always, output
 
 
 def _tokens(output: Any, name: Any) -> Any:
@@ -111,8 +111,3 @@ def _tokens(output: Any, name: Any) -> Any:
         for i, leaf in enumerate(leaves)
     ]
     return unflatten(structure, tokens)
-
-
-def _roots(tree: Any) -> frozenset[str]:
-    leaves, _ = flatten(tree)
-    return frozenset().union(*(leaf.roots for leaf in leaves if isinstance(leaf, Token)))

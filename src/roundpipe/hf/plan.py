@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from roundpipe.hf.tokens import blank
 from roundpipe.microbatch.tree import Structure, unflatten
 
 
@@ -105,8 +104,8 @@ class Blank(Expr):
     dtype: torch.dtype
 
     def build(self, scope: Scope) -> torch.Tensor:
-        """Zeros on this piece's device that occupy one element."""
-        return blank(self.shape, self.dtype, scope.device)
+        """Zeros on this piece's device; the library may write into them."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=scope.device)
 
 
 @dataclass(frozen=True, slots=True)

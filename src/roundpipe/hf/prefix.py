@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe.hf import private
-from roundpipe.hf.blueprint import Blueprint, LeafSpec, call_value
+from roundpipe.hf.blueprint import Blueprint, LeafSpec, call_index, call_value
 from roundpipe.hf.encode import Encoder
 from roundpipe.hf.plan import (
     Arguments,
@@ -26,7 +26,7 @@ from roundpipe.hf.plan import (
 from roundpipe.hf.refusal import CutRefusedError
 from roundpipe.hf.skeleton import Skeleton, SkeletonPiece, first_device
 from roundpipe.hf.stubs import activate, is_plain
-from roundpipe.hf.tokens import Token, blank, make_token
+from roundpipe.hf.tokens import Token, blank, make_token, roots_of
 from roundpipe.microbatch.tree import flatten
 
 
@@ -136,13 +136,14 @@ class PrefixRun:
             self._after[n] for e in arguments.exprs() for n in e.reads() if n in self._after
         )
         self._check_parameters(after, arguments)
+        roots = roots_of((args, kwargs))
         number = len(self._operations)
         results: list[str | None] = []
         for i, leaf in enumerate(leaves):
             name = f"g{number}.{i}" if isinstance(leaf, Token) else None
             results.append(name)
             if name is not None:
-                leaf.token_name = name
+                leaf.token_name, leaf.roots = name, roots
                 self._after[name] = after
         operation = Operation(func, arguments, tuple(results), torch.is_grad_enabled())
         self._operations.append((after, operation))
@@ -162,9 +163,11 @@ class PrefixRun:
 
     def value_read(self, name: str, args: Any) -> None:
         """Refuse: a token has no values."""
+        call = min(call_index(root) for root in roots_of(args))
         raise CutRefusedError(
             self.model_class,
             f"between its layers it reads the values of a layer's output ({name})",
+            part=self._blueprint.elements[self._blueprint.calls[call].element],
         )
 
     def refuse_missing_calls(self) -> None:

@@ -79,77 +79,32 @@ class Probe:
 
 def run_probe(
     model: nn.Module,
-    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    keep_arguments: Iterable[nn.Module],
+    layers: Iterable[nn.Module],
 ) -> Probe:
-    """Run ``model`` without gradients and note what happens.
+    """Run ``model`` without gradients and note what happens outside of its layers.
 
     Args:
         model: the model; its hooks are as before afterwards, and so is the random state.
-        args: positional arguments.
         kwargs: keyword arguments.
-        keep_arguments: modules of which the arguments of each call are kept.
+        layers: what may be a layer; the arguments of each call are kept, the inside is not watched.
     """
-    events: list[Event] = []
-    wanted = {id(module) for module in keep_arguments}
-    with torch.no_grad(), quiet_random(), _hooks(model, events, wanted):
-        with _ParameterWatch(events):
-            output = model(*args, **kwargs)
-    return Probe(events, output)
+    watcher = _Watcher(model, layers)
+    with torch.no_grad(), quiet_random(), watcher.hooked(), watcher:
+        output = model(**kwargs)
+    return Probe(watcher.events, snapshot(output))
 
 
-@contextmanager
-def _hooks(model: nn.Module, events: list[Event], wanted: set[int]) -> Iterator[None]:
-    stack: list[ModuleCall] = []
+class _Watcher(TorchFunctionMode):
+    """Notes calls of modules, by hooks, and uses of parameters, as a mode."""
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = ModuleCall(module)
-        if id(module) in wanted:
-            call.args, call.kwargs = snapshot(args), snapshot(kwargs)
-            call.collected = {key: list(values) for key, values in _collector().items()}
-        stack.append(call)
-        events.append(Enter(call))
-
-    def leave(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        call = stack.pop()
-        call.output = output
-        if id(module) in wanted:
-            call.args_after, call.kwargs_after = snapshot(args), snapshot(kwargs)
-            before = call.collected
-            call.collected = {k: v[len(before.get(k, ())) :] for k, v in _collector().items()}
-        events.append(Leave(call))
-
-    handles = []
-    try:
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _collector() -> Mapping[str, list[torch.Tensor]]:
-    return private.active_collector() or {}
-
-
-def snapshot(value: Any) -> Any:
-    """The value with new containers, so that later writes into the old ones do not show."""
-    leaves, structure = flatten(value)
-    leaves = [plain_contents(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves]
-    return unflatten(structure, leaves)
-
-
-class _ParameterWatch(TorchFunctionMode):
-    """Notes every parameter that an operation gets; reading its shape or dtype is no operation."""
-
-    def __init__(self, events: list[Event]) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self._events = events
+        self.events: list[Event] = []
+        self._layers = {id(layer) for layer in layers}
+        self._modules = _outside_of(model, self._layers)
+        self._stack: list[ModuleCall] = []
+        self._depth = 0  # of calls of layers
 
     def __torch_function__(
         self,
@@ -158,12 +113,79 @@ class _ParameterWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, (torch.Tensor, tuple, list)):
-            for value in _flat([*args, *(kwargs or {}).values()]):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Shape or dtype of a parameter can be had without the parameter.
+        if self._depth == 0 and isinstance(result, (torch.Tensor, tuple, list)):
+            for value in _flat([*args, *kwargs.values()]):
                 if isinstance(value, nn.Parameter):
-                    self._events.append(Use(value))
+                    self.events.append(Use(value))
         return result
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """With hooks on all modules outside of the layers, and on the layers."""
+        handles = []
+        try:
+            for module in self._modules:
+                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(module)
+        self._stack.append(call)
+        if self._depth == 0:
+            self.events.append(Enter(call))
+        if id(module) in self._layers:
+            self._depth += 1
+            call.args, call.kwargs = snapshot(args), snapshot(kwargs)
+            call.collected = {key: list(values) for key, values in _collector().items()}
+
+    def _leave(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        call = self._stack.pop()
+        if id(module) in self._layers:
+            self._depth -= 1
+            call.args_after, call.kwargs_after = snapshot(args), snapshot(kwargs)
+            before = call.collected
+            call.collected = {k: v[len(before.get(k, ())) :] for k, v in _collector().items()}
+        if self._depth == 0:
+            call.output = snapshot(output)
+            self.events.append(Leave(call))
+
+
+def _outside_of(model: nn.Module, layers: set[int]) -> list[nn.Module]:
+    """The modules that can be reached from ``model`` without passing through a layer."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            if id(module) not in layers:
+                waiting += list(module.children())
+    return list(found.values())
+
+
+def _collector() -> Mapping[str, list[torch.Tensor]]:
+    return private.active_collector() or {}
+
+
+def snapshot(value: Any) -> Any:
+    """The value with new containers and tensors, so that later writes do not show."""
+    leaves, structure = flatten(value)
+    return unflatten(structure, [_snapshot_leaf(leaf) for leaf in leaves])
+
+
+def _snapshot_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, UserDict):
+        return snapshot(plain_contents(leaf))
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:

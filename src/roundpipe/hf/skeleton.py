@@ -7,7 +7,7 @@ hooks on the original are seen, and nothing of the original is edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -142,21 +142,27 @@ def _translate(value: Any, memo: Mapping[int, nn.Module]) -> Any:
 
 
 def _keep_dtype_and_device(copy: nn.Module, original: nn.Module) -> None:
-    """Let ``copy.dtype`` and ``copy.device`` answer as the original does.
+    """Let the first parameter of ``copy`` have the dtype that the original's first one has.
 
-    The library takes both from the first parameter, which the copy may lack.
+    The library takes ``model.dtype`` and ``model.device`` from it, and the copy may lack it.
     """
-    if not private.is_pretrained(original):
+    first = next(original.parameters(), None)
+    mine = next(copy.parameters(), None)
+    if first is None or not private.is_pretrained(original):
         return
-    dtype = _first_float_dtype(original)
-    if _first_float_dtype(copy) == dtype and next(copy.parameters(), None) is not None:
+    if mine is not None and _first_float_dtype(copy) == _first_float_dtype(original):
         return
+    dtype = _first_float_dtype(original) or first.dtype
     cls = type(original)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
+        yield torch.empty(0, dtype=dtype, device=_piece_device(self))
+        yield from nn.Module.parameters(self, recurse)
+
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,  # the library keeps tables by the class's full name
-        "dtype": property(lambda self: dtype),
-        "device": property(_piece_device),
+        "parameters": parameters,
     }
     copy.__class__ = type(cls.__name__, (cls,), members)
 
@@ -167,7 +173,10 @@ def _first_float_dtype(module: nn.Module) -> torch.dtype | None:
 
 def _piece_device(module: nn.Module) -> torch.device:
     run = active_run()
-    return run.device if run is not None else first_device((), module)
+    if run is not None:
+        return run.device
+    named = next(module.named_parameters(), None)
+    return torch.device("cpu") if named is None else named[1].device
 
 
 def first_device(tree: Any, module: nn.Module) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from roundpipe.hf.stubs import active_run
+from roundpipe.microbatch.tree import flatten
 
 # Reading one of these means that the code branches on, or leaves torch with, the data.
 _READS_VALUE = frozenset(
@@ -56,9 +57,26 @@ class Token(torch.Tensor):
         if run is not None and func.__name__ in _READS_VALUE:
             run.value_read(func.__name__, args)
         result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Token) and result.token_name is not None and not _in_place(func):
+            # ``to`` and others return their argument where nothing is to be done. With the real
+            # tensor there may be something to do, so that it has to count as an operation.
+            result = super().__torch_function__(torch.Tensor.detach, types, (result,))
         if run is not None and (result is None or _has_tensor(result)):
             run.record(func, args, kwargs or {}, result)
         return result
+
+
+def _in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    return name.endswith("_")
+
+
+def roots_of(tree: Any) -> frozenset[str]:
+    """Names of the outputs that the tokens in ``tree`` depend on."""
+    leaves, _ = flatten(tree)
+    return frozenset().union(*(leaf.roots for leaf in leaves if isinstance(leaf, Token)))
 
 
 def make_token(value: torch.Tensor, name: str, roots: frozenset[str]) -> Token:
