@@ -12,6 +12,7 @@ import importlib
 import timeit
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
@@ -39,12 +40,15 @@ def make_kwargs(make_tensor: Callable[[int], Any]) -> dict[str, Any]:
 def interleaved_best(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Best time per call of each function, in seconds; the functions take turns."""
     number = {
-        name: max(1, int(0.02 / timeit.timeit(f, number=3) * 3)) for name, f in functions.items()
+        name: max(1, int(0.02 / timeit.timeit(f, timer=process_time, number=3) * 3))
+        for name, f in functions.items()
     }
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(rounds):
         for name, function in functions.items():
-            seconds = timeit.timeit(function, number=number[name]) / number[name]
+            seconds = (
+                timeit.timeit(function, timer=process_time, number=number[name]) / number[name]
+            )
             best[name] = min(best[name], seconds)
     return best
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from roundpipe.microbatch.columns import Column, trees_from_columns
-from roundpipe.microbatch.cutting import Where, dim_to_cut, rows_of
+from roundpipe.microbatch.cutting import dim_to_cut, rows_of
 from roundpipe.microbatch.nodes import LEAF_TYPES
 from roundpipe.microbatch.packed import RoundPipePackedData
-from roundpipe.microbatch.specs import AUTO, Rule, match_spec
+from roundpipe.microbatch.specs import AUTO, Rule, Where, match_spec
 from roundpipe.microbatch.tree import flatten
 
 

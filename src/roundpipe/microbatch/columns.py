@@ -59,7 +59,7 @@ def _take_all(nodes: Column, columns: list[Column]) -> Structure | None:
         columns.append(nodes)
         all_leaves = LEAF_TYPES.issuperset(map(type, nodes)) or all(map(_is_leaf, nodes))
         return LEAF if all_leaves else None
-    if any(type(node) is not cls for node in nodes):
+    if len(set(map(type, nodes))) > 1:
         return None
     taken = [kind.take(node) for node in nodes]
     values, context = taken[0]

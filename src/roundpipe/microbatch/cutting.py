@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,7 @@ from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.block_mask import cut_mask, is_block_mask, mask_rows
 from roundpipe.microbatch.dtensor import cut_dtensor, is_dtensor, shard_sizes
 from roundpipe.microbatch.sizes import even_sizes, spans
-from roundpipe.microbatch.specs import AUTO, WHOLE, Cut, Rule
-
-Where = Callable[[], str]  # gives a leaf's path; paths are only made when a message needs one
+from roundpipe.microbatch.specs import WHOLE, Cut, Fold, Rule, Where
 
 
 def dim_to_cut(value: Any, rule: Rule, where: Where) -> int | None:
@@ -24,11 +22,15 @@ def dim_to_cut(value: Any, rule: Rule, where: Where) -> int | None:
     """
     if rule is WHOLE:
         return None
+    if isinstance(rule, Fold):
+        raise InvalidValueError(
+            f"{where()} has a _CustomReducer, which says how to merge; to split give "
+            "TensorChunkSpec(dim) or Replicate"
+        )
     if isinstance(value, torch.Tensor):
-        if rule is AUTO:
-            return 0 if value.ndim else None
-        assert isinstance(rule, Cut)
-        return _checked_dim(value, rule, where)
+        if isinstance(rule, Cut):
+            return _checked_dim(value, rule, where)
+        return 0 if value.ndim else None
     if is_block_mask(value) and mask_rows(value) is not None:
         if isinstance(rule, Cut) and rule.dim != 0:
             raise InvalidValueError(

@@ -11,11 +11,10 @@ import torch
 
 from roundpipe.errors import InvalidValueError
 from roundpipe.microbatch.block_mask import is_block_mask, join_masks
-from roundpipe.microbatch.cutting import Where
 from roundpipe.microbatch.dtensor import is_dtensor, join_dtensors
 from roundpipe.microbatch.equality import same_value
 from roundpipe.microbatch.notices import warn_once
-from roundpipe.microbatch.specs import WHOLE, Cut, Fold, Rule
+from roundpipe.microbatch.specs import WHOLE, Cut, Fold, Rule, Where
 from roundpipe.microbatch.tree import flatten, unflatten
 
 
@@ -61,8 +60,9 @@ def join(values: Sequence[Any], rule: Rule, where: Where, manner: Manner) -> Any
         return result
     if rule is WHOLE:
         return _the_same(values, where)
-    if not _PLAIN_TENSORS.issuperset(map(type, values)):
-        if not any(isinstance(value, torch.Tensor) for value in values):
+    types = set(map(type, values))
+    if not types <= _PLAIN_TENSORS:
+        if types <= _SIMPLE_VALUES or not any(isinstance(v, torch.Tensor) for v in values):
             return _join_others(values, rule, where, manner)
         _check_all_tensors(values, where)
     dim = rule.dim if isinstance(rule, Cut) else 0
@@ -134,7 +134,7 @@ def _mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _join_others(values: Sequence[Any], rule: Rule, where: Where, manner: Manner) -> Any:
-    if all(is_block_mask(value) for value in values):
+    if all(map(is_block_mask, values)):
         same = all(value is values[0] for value in values)
         joined = values[0] if same else join_masks(values)
         if joined is not None:

@@ -52,11 +52,7 @@ def join_columns(
 ) -> Any:
     """Join each leaf's values as its rule says, and put the leaves together."""
     merged = [
-        join(column, rule, partial(_path, structure, root, i), manner)
+        join(column, rule, partial(structure.path, root, i), manner)
         for i, (column, rule) in enumerate(zip(columns, rules, strict=True))
     ]
     return unflatten(structure, merged)
-
-
-def _path(structure: Structure, root: str, index: int) -> str:
-    return structure.paths(root)[index]

@@ -9,14 +9,15 @@ it. The spec leaves are those of ``torch.distributed.pipelining.microbatch``:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from roundpipe import compat
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.nodes import kind_of
-from roundpipe.microbatch.tree import Structure
+from roundpipe.microbatch.tree import Structure, flatten
 
 
 class Simple(enum.Enum):
@@ -53,6 +54,7 @@ class Fold:
 
 
 Rule = Simple | Cut | Fold
+Where = Callable[[], str]  # gives a leaf's path; paths are only made when a message needs one
 
 
 def is_spec_leaf(value: Any) -> bool:
@@ -81,17 +83,34 @@ def match_spec(spec: Any, structure: Structure, root: str, name: str) -> list[Ru
     """
     if spec is None:
         return [AUTO] * structure.num_leaves
-    if is_spec_leaf(spec):
-        return [_read_leaf(spec, structure.is_leaf, root, name)] * structure.num_leaves
+    classes = compat.spec_classes()
+    leaves, spec_structure = flatten(spec)
+    if spec_structure == structure and all(_is_spec(leaf, classes) for leaf in leaves):
+        rules: dict[int, Rule] = {}  # mostly the same few objects stand on all leaves
+        for i, leaf in enumerate(leaves):
+            if id(leaf) not in rules:
+                where = partial(structure.path, root, i)
+                rules[id(leaf)] = _read(leaf, True, classes, name, where)
+        return [rules[id(leaf)] for leaf in leaves]
+    return list(_match(spec, structure, root, name, classes))
+
+
+def _match(
+    spec: Any, structure: Structure, path: str, name: str, classes: compat.SpecClasses | None
+) -> Iterator[Rule]:
+    if _is_spec(spec, classes):
+        rule = _read(spec, structure.is_leaf, classes, name, lambda: path)
+        yield from [rule] * structure.num_leaves
+        return
     kind = kind_of(type(spec))
     if kind is None:
         raise InvalidTypeError(
-            f"{name} has {_short(spec)} at {root}; expected TensorChunkSpec(dim), Replicate, None "
+            f"{name} has {_short(spec)} at {path}; expected TensorChunkSpec(dim), Replicate, None "
             "(automatic) or a container that mirrors the value there"
         )
     if structure.is_leaf:
         raise InvalidValueError(
-            f"{name} does not fit at {root}: the spec has a {type(spec).__name__} there, the value "
+            f"{name} does not fit at {path}: the spec has a {type(spec).__name__} there, the value "
             "is a single leaf; put one spec in place of the container"
         )
     children, context = kind.take(spec)
@@ -99,24 +118,31 @@ def match_spec(spec: Any, structure: Structure, root: str, name: str) -> list[Ru
     keys = structure.keys()
     if by_key.keys() != set(keys):
         raise InvalidValueError(
-            f"{name} does not fit at {root}: the spec has {_entries(by_key)}, the value has "
-            f"{_entries(keys)}; give one spec for each entry, or a single one for all of {root}"
+            f"{name} does not fit at {path}: the spec has {_entries(by_key)}, the value has "
+            f"{_entries(keys)}; give one spec for each entry, or a single one for all of {path}"
         )
-    return [
-        rule
-        for key, child in zip(keys, structure.children, strict=True)
-        for rule in match_spec(by_key[key], child, root + key, name)
-    ]
+    for key, child in zip(keys, structure.children, strict=True):
+        yield from _match(by_key[key], child, path + key, name, classes)
 
 
-def _read_leaf(spec: Any, direct: bool, path: str, name: str) -> Rule:
-    classes = compat.spec_classes()
-    assert classes is not None  # otherwise this would not have been taken for a spec
+def _is_spec(value: Any, classes: compat.SpecClasses | None) -> bool:
+    if value is None:
+        return True
+    return classes is not None and (value is classes.replicate or isinstance(value, classes))
+
+
+def _read(
+    spec: Any, direct: bool, classes: compat.SpecClasses | None, name: str, where: Where
+) -> Rule:
+    if spec is None:
+        return AUTO
+    assert classes is not None  # otherwise nothing can be a spec
     if isinstance(spec, classes.chunk):
         dim = spec.split_dim
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InvalidTypeError(
-                f"{name} has TensorChunkSpec({_short(dim)}) at {path}; the dimension must be an int"
+                f"{name} has TensorChunkSpec({_short(dim)}) at {where()}; the dimension must be "
+                "an int"
             )
         return Cut(dim, direct)
     if isinstance(spec, classes.reducer):

@@ -70,6 +70,10 @@ class Structure:
         pairs = zip(self.keys(), self.children, strict=True)
         return [path for key, child in pairs for path in child.paths(root + key)]
 
+    def path(self, root: str, index: int) -> str:
+        """The text that leads to the leaf ``index``, starting with ``root``."""
+        return self.paths(root)[index]
+
     def same_node(self, other: Structure) -> bool:
         """Whether both have the same container on top, whatever its children are."""
         return (
