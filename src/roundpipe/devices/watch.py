@@ -53,28 +53,35 @@ class ComputeWatch:
             return operator(*args, **kwargs)
         name = str(operator)
         given: set[int] = set()
+        # Without tensors to work on, an operator makes new ones, on the device.
+        is_on_device, is_on_host = False, False
         with self._tracker.locked():
             position = self._tracker.clocks.advance(self._compute)
             operation = Operation(self._compute, position, name)
             for place, argument in [*enumerate(args), *kwargs.items()]:
                 for tensor in _tensors(argument):
                     given.add(id(tensor.untyped_storage()))
-                    self._use(tensor, operation, place in traits.written)
+                    owner = self._use(tensor, operation, place in traits.written)
+                    is_on_device = is_on_device or owner is not None
+                    is_on_host = is_on_host or owner is None
         result = operator(*args, **kwargs)
-        for tensor in _tensors(result):
-            if id(tensor.untyped_storage()) not in given:
-                self._count(tensor, name)
+        if is_on_device or not is_on_host:
+            for tensor in _tensors(result):
+                if id(tensor.untyped_storage()) not in given:
+                    self._count(tensor, name)
         return result
 
-    def _use(self, tensor: torch.Tensor, operation: Operation, is_write: bool) -> None:
+    def _use(self, tensor: torch.Tensor, operation: Operation, is_write: bool) -> StreamKey | None:
+        """Note a use. Returns who owns the memory: nobody, if it is the host's."""
         buffer = self._tracker.find(tensor)
         if buffer is None:
-            return
+            return None
         if buffer.owner is not None and buffer.owner.device != self._compute.device:
             self._tracker.report(
                 f"{operation} uses a tensor that lies on cpu:{buffer.owner.device}"
             )
         self._tracker.use(buffer, tensor, operation, is_write=is_write)
+        return buffer.owner
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
