@@ -389,7 +389,10 @@ class StageCompute:
                     self._hand_on(value, given.raw, saved, stage_end, stays)
                 else:
                     value = Value(requires_grad=leaf.requires_grad)
-                    self._send_on(value, leaf.detach(), saved or next_device is None, stays)
+                    # The next layer of this stage may overwrite its input while it is still on its
+                    # way home; behind the stage, whoever fetches the value waits for that.
+                    tensor = leaf.detach() if stage_end else leaf.detach().clone()
+                    self._send_on(value, tensor, saved or next_device is None, stays)
                     state.made[id(leaf)] = (leaf, value)
                 known[id(leaf)] = value
             leaves[position] = value
@@ -413,7 +416,7 @@ class StageCompute:
         """A value that layers only passed through: it is home already, as a rule."""
         kept = stage_end and self._keep_copy(value, raw)
         if not value.has_host and (saved or (stage_end and not (kept and stays))):
-            value.bring_home(self._device, raw)
+            value.bring_home(self._device, raw if stage_end else raw.clone())
 
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, copied if it lies in a parameter or buffer that later calls change."""

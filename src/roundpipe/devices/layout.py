@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+ALIGNMENT_BYTES = 64  # what torch's CPU allocator aligns to
+
 
 def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a strided layout may share memory (``expand``, sliding windows).
@@ -33,4 +35,21 @@ def empty_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if overlaps_itself(like.shape, like.stride()):
         return torch.empty_like(like, device=device, requires_grad=False)
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    offset = offset_elements(like) if device.type == "cpu" else 0
+    if not offset:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    storage = torch.empty(offset + span, dtype=like.dtype).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.shape, like.stride())
+
+
+def offset_elements(like: torch.Tensor) -> int:
+    """How many elements a host tensor begins behind a boundary of 64 bytes.
+
+    Matrix products of some CPU libraries differ in the last bit with their operands' alignment. A
+    piece of a batch, cut as a view, may begin anywhere; for a copy of it to give the same numbers
+    on the host, the copy must begin at the same offset.
+    """
+    if like.device.type != "cpu" or like.numel() == 0:
+        return 0
+    return like.data_ptr() % ALIGNMENT_BYTES // like.element_size()

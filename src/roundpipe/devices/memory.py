@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .layout import empty_like
+from .layout import empty_like, offset_elements
 from .tracking import Buffer
 
 POISON_BYTE = 0xFF
@@ -37,11 +37,13 @@ def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     memory; on an accelerator, too, enqueued work holds addresses and keeps nothing alive.
     """
     layout = empty_like(like, torch.device("meta"))
-    memory = torch.empty(layout.untyped_storage().nbytes(), dtype=torch.uint8)
+    offset = offset_elements(like)
+    size_bytes = layout.untyped_storage().nbytes() + offset * like.element_size()
+    memory = torch.empty(size_bytes, dtype=torch.uint8)
     memory.fill_(POISON_BYTE)
     storage = from_dlpack(memory).untyped_storage()
     tensor = torch.empty(0, dtype=like.dtype)
-    tensor.set_(storage, 0, layout.shape, layout.stride())
+    tensor.set_(storage, offset, layout.shape, layout.stride())
     poison(tensor)
     return tensor, memory
 

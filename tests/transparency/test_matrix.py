@@ -1,0 +1,89 @@
+"""Whatever the plan, the devices and the microbatches: the numbers are a plain loop's, bitwise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from roundpipe import RoundPipeRunConfig
+from roundpipe.devices import CpuChecks, DevicePool, open_cpu_pool
+from roundpipe.devices.cpu import CpuDevice
+from support.plain import Subject, assert_same, plans, train_plain, train_roundpipe
+from support.subjects import DROPOUT, SUBJECTS
+
+STEPS = 3
+MICROBATCHES = (1, 2, 5, 6)
+GRAINS = ("stage", "layer")
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
+    with open_cpu_pool(request.param) as opened:
+        yield opened
+
+
+def threads_of(pool: DevicePool) -> int:
+    device = pool.devices[0]
+    assert isinstance(device, CpuDevice)
+    return device.intraop_threads
+
+
+def check_all_plans(
+    subject: Subject, pool: DevicePool, num_microbatch: int, is_async: bool
+) -> None:
+    want = train_plain(subject, num_microbatch, is_async, STEPS, threads_of(pool))
+    for plan, grain in itertools.product(plans(len(subject.build())).values(), GRAINS):
+        config = RoundPipeRunConfig(
+            num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
+        )
+        got = train_roundpipe(subject, pool, config, is_async, STEPS)
+        assert_same(got, want, subject.tolerance)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_microbatch", MICROBATCHES)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_training_equals_the_plain_loop(
+    name: str, pool: DevicePool, num_microbatch: int, is_async: bool
+) -> None:
+    check_all_plans(SUBJECTS[name], pool, num_microbatch, is_async)
+
+
+@pytest.mark.parametrize("num_microbatch", MICROBATCHES)
+def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
+    pool: DevicePool, num_microbatch: int
+) -> None:
+    torch.manual_seed(7)
+    with open_cpu_pool(1) as single:
+        config = RoundPipeRunConfig(num_microbatch=num_microbatch)
+        want = train_roundpipe(DROPOUT, single, config, True, STEPS)
+    assert not torch.equal(want.losses[0], want.losses[1])
+    for plan, grain in itertools.product(plans(5).values(), GRAINS):
+        torch.manual_seed(7)
+        config = RoundPipeRunConfig(
+            num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
+        )
+        assert_same(train_roundpipe(DROPOUT, pool, config, True, STEPS), want)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2], ids=lambda seed: f"delays {seed}")
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_late_copies_and_poisoned_memory_change_nothing(
+    name: str, count: int, seed: int | None
+) -> None:
+    subject = SUBJECTS[name]
+    want = train_plain(subject, 3, True, STEPS)
+    checks = CpuChecks(delay_seed=seed, max_delay_s=0.001)
+    # Each case takes another plan; over all cases every plan meets every subject.
+    plan = list(plans(5).values())[(count + (seed or 0)) % 5]
+    with open_cpu_pool(count, checks) as pool:
+        for grain in GRAINS:
+            config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain=grain)
+            assert_same(
+                train_roundpipe(subject, pool, config, True, STEPS), want, subject.tolerance
+            )
+        assert pool.reports() == []
