@@ -219,6 +219,10 @@ class ParameterStore:
             taken.append((record, contributions))
         return taken
 
+    def holds_gradients(self) -> bool:
+        """Whether anything was accumulated since the last step."""
+        return any(True for _ in self.contents())
+
     def drop_gradients(self) -> bool:
         """Forget everything accumulated since the last step. Returns whether there was any."""
         dropped = False

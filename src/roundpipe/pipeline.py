@@ -308,6 +308,8 @@ class RoundPipe(nn.Module):
         self._stepper.raise_failure()
         if call.keeps_grad:
             engine.store.adopt_user_gradients()
+        # Asked before the run, which takes what was accumulated to the devices.
+        accumulated = call.keeps_grad and engine.store.holds_gradients()
         pool = engine.pool
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
         try:
@@ -316,11 +318,17 @@ class RoundPipe(nn.Module):
             self._commit_buffers(call)
             self._stepper.raise_failure()
         except BaseException as error:
-            self._fail(error, None, drop=call.keeps_grad)
+            self._fail(error, None, drop=call.keeps_grad, accumulated=accumulated)
             raise
 
-    def _fail(self, error: BaseException, phase: str | None, drop: bool = True) -> None:
-        dropped = drop and self._engine.store.drop_gradients()
+    def _fail(
+        self,
+        error: BaseException,
+        phase: str | None,
+        drop: bool = True,
+        accumulated: bool = False,
+    ) -> None:
+        dropped = drop and (self._engine.store.drop_gradients() or accumulated)
         if phase is not None or dropped:
             add_where(error, Where(model=self.name, phase=phase), DROPPED if dropped else None)
 

@@ -191,9 +191,12 @@ class StageWeights:
         if not device.shares_host_memory:
             self._reads_issued(there)
         for leaf, content in self._seeds:
-            with torch.no_grad():
+            with device.compute_scope(), torch.no_grad():
                 wanted = self._accumulate_dtype or leaf.dtype
                 leaf.grad = content.to(wanted) if leaf.is_floating_point() else content
+            if leaf.grad is not content and not device.shares_host_memory:
+                # Dropped here, its memory could be given to the next upload while it is converted.
+                device.mark_use(content, Stream.COMPUTE)
         self._seeds.clear()
 
     def _reads_issued(self, over: Event | None) -> None:
@@ -214,7 +217,9 @@ class StageWeights:
         """
         events = []
         for record, leaf in self._leaves.values():
-            grad, leaf.grad = leaf.grad, None
+            # The leaf keeps it until `release`: it may have come by the weights stream, which would
+            # get its memory back while compute still adds to it.
+            grad = leaf.grad
             if grad is None:
                 continue
             slot = self._slot(record)
