@@ -43,7 +43,7 @@ class Batch:
 
 
 def _cut(tree: Any, index: int, count: int) -> Any:
-    return torch.utils._pytree.tree_map_only(  # type: ignore[attr-defined]
+    return torch.utils._pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.tensor_split(count)[index] if t.dim() and t.shape[0] > 1 else t,
         tree,
@@ -136,10 +136,8 @@ def _microbatch(model: nn.Sequential, piece: Piece, loss_fn: LossFunction) -> tu
     for layer in rest:
         output = layer(output)
     loss = loss_fn(output, piece.label)
-    loss.backward()  # type: ignore[no-untyped-call]
-    detached = torch.utils._pytree.tree_map_only(  # type: ignore[attr-defined]
-        torch.Tensor, lambda t: t.detach().clone(), output
-    )
+    loss.backward()
+    detached = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
     return detached, loss.detach()
 
 

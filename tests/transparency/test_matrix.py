@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -31,11 +31,12 @@ def threads_of(pool: DevicePool) -> int:
     return device.intraop_threads
 
 
-def check_all_plans(
-    subject: Subject, pool: DevicePool, num_microbatch: int, is_async: bool
+def check_plans(
+    subject: Subject, pool: DevicePool, num_microbatch: int, is_async: bool, grains: Sequence[str]
 ) -> None:
+    """Every plan, the grains taking turns."""
     want = train_plain(subject, num_microbatch, is_async, STEPS, threads_of(pool))
-    for plan, grain in itertools.product(plans(len(subject.build())).values(), GRAINS):
+    for plan, grain in zip(plans(len(subject.build())).values(), itertools.cycle(grains)):
         config = RoundPipeRunConfig(
             num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
         )
@@ -49,7 +50,20 @@ def check_all_plans(
 def test_training_equals_the_plain_loop(
     name: str, pool: DevicePool, num_microbatch: int, is_async: bool
 ) -> None:
-    check_all_plans(SUBJECTS[name], pool, num_microbatch, is_async)
+    # Over synchronous and asynchronous runs every plan meets both grains.
+    grains = GRAINS if is_async else GRAINS[::-1]
+    check_plans(SUBJECTS[name], pool, num_microbatch, is_async, grains)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_microbatch", MICROBATCHES)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_the_whole_matrix(
+    name: str, pool: DevicePool, num_microbatch: int, is_async: bool, grain: str
+) -> None:
+    check_plans(SUBJECTS[name], pool, num_microbatch, is_async, [grain])
 
 
 @pytest.mark.parametrize("num_microbatch", MICROBATCHES)
@@ -61,7 +75,7 @@ def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
         config = RoundPipeRunConfig(num_microbatch=num_microbatch)
         want = train_roundpipe(DROPOUT, single, config, True, STEPS)
     assert not torch.equal(want.losses[0], want.losses[1])
-    for plan, grain in itertools.product(plans(5).values(), GRAINS):
+    for plan, grain in zip(plans(5).values(), itertools.cycle(GRAINS)):
         torch.manual_seed(7)
         config = RoundPipeRunConfig(
             num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
@@ -69,18 +83,18 @@ def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
         assert_same(train_roundpipe(DROPOUT, pool, config, True, STEPS), want)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2], ids=lambda seed: f"delays {seed}")
+@pytest.mark.parametrize("seed", [None, 0], ids=lambda seed: f"delays {seed}")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_late_copies_and_poisoned_memory_change_nothing(
     name: str, count: int, seed: int | None
 ) -> None:
     subject = SUBJECTS[name]
-    want = train_plain(subject, 3, True, STEPS)
     checks = CpuChecks(delay_seed=seed, max_delay_s=0.001)
     # Each case takes another plan; over all cases every plan meets every subject.
     plan = list(plans(5).values())[(count + (seed or 0)) % 5]
     with open_cpu_pool(count, checks) as pool:
+        want = train_plain(subject, 3, True, STEPS, threads_of(pool))
         for grain in GRAINS:
             config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain=grain)
             assert_same(
