@@ -83,6 +83,12 @@ class ArgumentTree:
         rows, _ = Counter(self.rows[i] for i in voters).most_common(1)[0]
         return next(i for i in voters if self.rows[i] == rows)
 
+    def batch_path(self) -> str:
+        """The path of the batch leaf, for messages."""
+        leader = self.batch_leaf()
+        assert leader is not None
+        return self.path(leader)
+
     def is_packed(self, index: int) -> bool:
         """Whether a leaf is packed data."""
         return isinstance(self.leaves[index], RoundPipePackedData)

@@ -10,7 +10,7 @@ from roundpipe.errors import InvalidValueError
 from roundpipe.microbatch.argtree import ArgumentTree
 from roundpipe.microbatch.cutting import cut
 from roundpipe.microbatch.dtensor import is_dtensor, shard_sizes
-from roundpipe.microbatch.notices import warn_once
+from roundpipe.microbatch.notices import count_of, warn_once
 from roundpipe.microbatch.sizes import even_sizes
 from roundpipe.microbatch.specs import AUTO
 
@@ -119,13 +119,13 @@ def _packed_column(tree: ArgumentTree, index: int, count: int) -> Sequence[Any]:
 def _check_other_size(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) -> None:
     leaf, rows, path = tree.leaves[index], tree.rows[index], tree.path(index)
     facts = (
-        f"{path} has shape {_shape(leaf)}, but the batch has {shares.total} rows (the leading size "
-        "that most tensors share)"
+        f"{path} has shape {_shape(leaf)}, but the batch has {count_of(shares.total or 0, 'row')} "
+        "(the leading size that most tensors share)"
     )
     if rows is not None and rows < shares.count:
         raise InvalidValueError(
-            f"{facts}, and {rows} rows cannot be cut into {shares.count} microbatches; say what to "
-            f"do with it: {tree.ways_out}"
+            f"{facts}, and {count_of(rows, 'row')} cannot be cut into {shares.count} microbatches; "
+            f"say what to do with it: {tree.ways_out}"
         )
     warn_once(
         f"leading size {path}",

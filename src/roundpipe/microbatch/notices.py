@@ -13,6 +13,12 @@ class MicrobatchWarning(UserWarning):
     """Something about the split is legal and perhaps not what was meant."""
 
 
+def count_of(number: int, noun: str) -> str:
+    """``1 row``, ``2 rows``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def warn_once(key: str, message: str, warned: set[str] | None = None) -> None:
     """Warn, at the line of the caller's code that called roundpipe.
 

@@ -15,7 +15,7 @@ from roundpipe.microbatch.custom import (
     is_function,
 )
 from roundpipe.microbatch.dealing import Shares, deal, share_as, share_evenly
-from roundpipe.microbatch.notices import warn_once
+from roundpipe.microbatch.notices import count_of, warn_once
 
 _INPUT_WAYS = (
     "split_input=(args_spec, kwargs_spec) with TensorChunkSpec(dim) or Replicate in its place, or "
@@ -145,19 +145,20 @@ def _share(
     packed = inputs.packed()
     if packed:
         return _share_packed(inputs, packed[0], shares)
+    source = inputs
     if shares.total is None and labels is not None:
+        source = labels
         shares = share_evenly(labels, num_microbatch)
-    if shares.total is not None and shares.total < num_microbatch:
-        warn_once(
-            "fewer rows",
-            f"the batch has {shares.total} rows, fewer than num_microbatch={num_microbatch}; the "
-            f"call runs with {shares.total} microbatches",
-            warned,
-        )
-        source = inputs if inputs.batch_leaf() is not None else labels
-        assert source is not None
-        return share_evenly(source, shares.total)
-    return shares
+    if shares.total is None or shares.total >= num_microbatch:
+        return shares
+    warn_once(
+        "fewer rows",
+        f"the batch has {count_of(shares.total, 'row')} (the leading size of "
+        f"{source.batch_path()} and of most tensors), fewer than num_microbatch={num_microbatch}; "
+        f"the call runs with {count_of(shares.total, 'microbatch')}",
+        warned,
+    )
+    return share_evenly(source, shares.total)
 
 
 def _share_packed(inputs: ArgumentTree, index: int, even: Shares) -> Shares:
@@ -167,8 +168,8 @@ def _share_packed(inputs: ArgumentTree, index: int, even: Shares) -> Shares:
         return even  # dealing it out will say so
     if even.total is not None and even.total < even.count:
         raise InvalidValueError(
-            f"{inputs.path(index)} is packed data of {even.count} microbatches, but the batch has "
-            f"only {even.total} rows in the other arguments"
+            f"{inputs.path(index)} is packed data of {even.count} microbatches, but the other "
+            f"arguments have only {count_of(even.total, 'row')} ({inputs.batch_path()})"
         )
     if even.total is None or even.total == packed.total:
         return packed
@@ -182,8 +183,9 @@ def _labels(labels: ArgumentTree | None, shares: Shares, warned: set[str]) -> li
         own = share_evenly(labels, shares.count)
         if own.total is not None and own.total < shares.count:
             raise InvalidValueError(
-                f"the inputs come in {shares.count} microbatches and the labels have {own.total} "
-                "rows; inputs and labels must give the same number of microbatches"
+                f"the inputs come in {shares.count} microbatches and the labels have "
+                f"{count_of(own.total, 'row')}; inputs and labels must give the same number of "
+                "microbatches"
             )
         shares = replace(own, rows=None)
     return [label for (label,) in deal(labels, shares, warned)]
