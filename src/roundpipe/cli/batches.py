@@ -128,11 +128,12 @@ def _endless_order(count: int, seed: int) -> Iterator[int]:
 
 def _pack(documents: Sequence[Document], tokenizer: Any, sequence_length: int) -> list[Example]:
     stream: list[int] = []
+    end = tokenizer.eos_token_id
     for document in documents:
         if document.text is not None:
-            stream += tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
-            if tokenizer.eos_token_id is not None:
-                stream.append(tokenizer.eos_token_id)
+            stream += tokenizer(document.text, verbose=False).input_ids
+            if end is not None and stream[-1:] != [end]:
+                stream.append(end)
     pieces = torch.tensor(stream, dtype=torch.int64).split(sequence_length)
     return [Example(piece, piece) for piece in pieces]
 

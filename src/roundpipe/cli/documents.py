@@ -58,10 +58,9 @@ def read_corpus(data: DataSection) -> Corpus:
             train on or to hold out.
     """
     label = ", ".join(Path(s).name for s in data.source)
-    documents = [document for source in data.source for document in _read(source)]
+    documents = _read_all("source", data.source)
     if data.held_out_source is not None:
-        held_out = [document for source in data.held_out_source for document in _read(source)]
-        return Corpus(documents, held_out, label)
+        return Corpus(documents, _read_all("held_out_source", data.held_out_source), label)
     if data.source == [BUILTIN_PYTHON_REFERENCE]:
         train, held_out = _split(documents, data.held_out)
         return Corpus(_without_shared(train, held_out), held_out, "Python language reference")
@@ -70,6 +69,13 @@ def read_corpus(data: DataSection) -> Corpus:
     else:
         train, held_out = _split(documents, data.held_out)
     return Corpus(train, held_out, label)
+
+
+def _read_all(key: str, sources: Sequence[str]) -> list[Document]:
+    try:
+        return [document for source in sources for document in _read(source)]
+    except UsageError as error:
+        raise UsageError(f"data.{key}: {error}") from None
 
 
 def _read(source: str) -> list[Document]:
@@ -183,4 +189,4 @@ def _drop(text: str, paragraphs: set[str]) -> str:
 
 
 def _unusable(source: str, reason: str) -> UsageError:
-    return UsageError(f"data.source: {source}: {reason}")
+    return UsageError(f"{source}: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from roundpipe.cli.documents import Corpus, read_corpus
 from roundpipe.cli.history import HeldOutRecord, History, Sample, StepRecord, plot_losses
 from roundpipe.cli.model_source import LoadedModel, find_model, load_model
 from roundpipe.cli.optimizers import find_optimizer, lr_factor
-from roundpipe.cli.problems import CommandInterrupted
+from roundpipe.cli.problems import CommandInterrupted, TrainingError
 from roundpipe.cli.recipe import Recipe, SampleSection
 from roundpipe.cli.recipe_file import write_recipe
 from roundpipe.cli.run_folder import METRICS_FILE, RECIPE_FILE, RunFolder
@@ -164,6 +165,7 @@ class FineTuning:
             batch = next(train)
             start = time.perf_counter()
             loss = trainer.train_step(batch)
+            _check_finite(loss, step)
             seconds = time.perf_counter() - start
             lr = self._recipe.optimizer.lr * lr_factor(
                 self._recipe.schedule, training.steps, step - 1
@@ -207,6 +209,14 @@ class FineTuning:
         )
         comments = ("The recipe of this run with every default filled in.", versions)
         write_recipe(self._recipe, folder / RECIPE_FILE, comments)
+
+
+def _check_finite(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the loss became {loss} in step {step}; nothing was saved. Try a lower optimizer.lr, "
+            "some schedule.warmup_steps, or a smaller training.clip_norm"
+        )
 
 
 def generate(loaded: LoadedModel, section: SampleSection, chat: bool) -> str:

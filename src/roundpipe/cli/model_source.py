@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 from dataclasses import dataclass
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from roundpipe.cli.problems import UsageError
 
@@ -85,31 +86,53 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    where: dict[str, Any] = {"local_files_only": files.is_local}
-    if files.gguf_file is not None:
-        where["gguf_file"] = files.gguf_file
+    # For GGUF files transformers draws a bar that no setting turns off.
+    bars = io.StringIO()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(files.name_or_path, **where)
-        config = transformers.AutoConfig.from_pretrained(files.name_or_path, **where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            files.name_or_path, config=config, dtype=dtype, **where
-        )
+        with contextlib.redirect_stderr(bars):
+            return _load(files, dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise _unusable(files.label, f"transformers cannot load it: {reason}") from error
-    if getattr(model, "hf_quantizer", None) is not None:
+
+
+def _load(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {"local_files_only": files.is_local}
+    if files.gguf_file is not None:
+        where["gguf_file"] = files.gguf_file
+    tokenizer = AutoTokenizer.from_pretrained(files.name_or_path, **where)
+    # Given along, since reading it from a GGUF file takes as long as reading the tokenizer.
+    config = AutoConfig.from_pretrained(files.name_or_path, **where)
+    model = AutoModelForCausalLM.from_pretrained(
+        files.name_or_path, config=config, dtype=dtype, **_unpacked(files), **where
+    )
+    if files.gguf_file is not None:
         model = _plain_copy(model, dtype)
     return LoadedModel(model, tokenizer, files.label)
 
 
-def _plain_copy(model: Any, dtype: torch.dtype) -> nn.Module:
+def _unpacked(files: ModelFiles) -> dict[str, Any]:
+    """Options that let a GGUF file give ordinary tensors; older versions know no other way."""
+    import transformers
+
+    if files.gguf_file is None or not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     """The same weights without the marks of a quantized file.
 
     A model read from a GGUF file holds ordinary tensors, but ``transformers`` refuses to save it.
     """
+    from transformers import AutoModelForCausalLM
+
     config = model.config
-    del config.quantization_config
-    plain: nn.Module = type(model)(config).to(dtype)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     return plain.eval()

@@ -23,11 +23,16 @@ class _Loader(yaml.SafeLoader):
     """Reads ``5e-5`` as the number it is; YAML 1.1 takes it for text for want of a dot."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that ``_Loader`` would take for numbers."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$", re.ASCII),
+        list("-+0123456789"),
+    )
 
 
 @dataclass
@@ -40,9 +45,11 @@ class _Draft:
 
     def place(self, keys: Keys) -> str:
         """Where ``keys``, or the nearest section around them, was given."""
-        for length in range(len(keys), 0, -1):
-            if keys[:length] in self.places:
-                return self.places[keys[:length]]
+        # A key of the file may be a number; the places are kept by its text.
+        texts = tuple(map(str, keys))
+        for length in range(len(texts), 0, -1):
+            if texts[:length] in self.places:
+                return self.places[texts[:length]]
         return self.name
 
     def order(self, keys: Keys) -> int:
@@ -77,7 +84,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def write_recipe(recipe: Recipe, path: Path, comments: Sequence[str] = ()) -> None:
     """Write ``recipe`` with every default filled in, so that the same run can be repeated."""
-    text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    # In ASCII: raw, a few characters (such as U+0085) would read back as something else.
+    text = yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False)
     path.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
 
 
@@ -89,18 +97,7 @@ def _parse(path: Path) -> _Draft:
         raise UsageError(f"{name}: there is no such recipe") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name}: cannot be read as a UTF-8 text file: {error}") from None
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        values = loader.construct_document(node) if node is not None else None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"{name}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
+    node, values = _compose(text, name)
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{name}: a recipe is a list of 'section:' entries, found {_show(values)}")
     draft = _Draft(name, values)
@@ -109,6 +106,20 @@ def _parse(path: Path) -> _Draft:
             raise UsageError(f"{name}:{line_number}: '{_dotted(keys)}' is given a second time")
         draft.places[keys] = f"{name}:{line_number}"
     return draft
+
+
+def _compose(text: str, name: str) -> tuple[yaml.Node | None, Any]:
+    """The YAML document in ``text``: its nodes, which know their lines, and its values."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return node, loader.construct_document(node) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise UsageError(f"{name}{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _key_lines(node: yaml.MappingNode, above: Keys) -> Iterator[tuple[Keys, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.cli.batches import Batch
 from roundpipe.cli.optimizers import build_optimizer, build_schedule
-from roundpipe.cli.problems import TrainingError, UsageError
+from roundpipe.cli.problems import UsageError
 from roundpipe.cli.recipe import Recipe
 from roundpipe.devices import open_pool
 from roundpipe.hf import cut_model
@@ -79,16 +78,8 @@ class Trainer:
         """Compute the mean loss per predicted token of ``batch``, and update the weights.
 
         With asynchronous steps the update goes on while the next step computes.
-
-        Raises:
-            TrainingError: the loss is not finite.
         """
         loss = float(self._pipe.forward_backward(input_kwargs=_inputs(batch)))
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss became {loss}; nothing was saved. Try a lower optimizer.lr, some "
-                "schedule.warmup_steps, or a smaller training.clip_norm"
-            )
         self._pipe.step(self._update, is_async=self._recipe.training.async_step)
         return loss
 
