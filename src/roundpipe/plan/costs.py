@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 
@@ -168,7 +169,12 @@ class Machine:
 
     @classmethod
     def uniform(
-        cls, devices: int, hop_ms: float = 0.0, *, like: DeviceSpec | None = None
+        cls,
+        devices: int,
+        hop_ms: float = 0.0,
+        *,
+        like: DeviceSpec | None = None,
+        links: Mapping[str, float] | None = None,
     ) -> Machine:
         """``devices`` equal devices, numbered from 0.
 
@@ -176,26 +182,16 @@ class Machine:
             devices: how many.
             hop_ms: see above.
             like: what each of them can do.
+            links: see above.
         """
         pattern = like or DeviceSpec()
-        named = [
-            DeviceSpec(**{**_field_values(pattern), "name": f"{pattern.name}:{index}"})
-            for index in range(devices)
-        ]
-        return cls(tuple(named), hop_ms)
+        named = (replace(pattern, name=f"{pattern.name}:{index}") for index in range(devices))
+        return cls(tuple(named), hop_ms, links or {})
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether every device, and the way to it, is like every other."""
-        first = self.devices[0]
-        return all(
-            {**_field_values(device), "name": ""} == {**_field_values(first), "name": ""}
-            for device in self.devices
-        )
-
-
-def _field_values(spec: DeviceSpec) -> dict[str, object]:
-    return {item.name: getattr(spec, item.name) for item in fields(spec)}
+        return len({replace(device, name="") for device in self.devices}) == 1
 
 
 def _check_amount(what: str, value: object, *, above_zero: bool = False) -> None:

@@ -1,0 +1,91 @@
+"""What no plan can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from roundpipe.plan.iterations import Schedule
+from roundpipe.plan.workload import PlanLimits, Workload
+
+
+def least_work_ms(workload: Workload, limits: PlanLimits) -> float:
+    """The least device time that an iteration takes, summed over devices of speed 1.
+
+    Every layer runs forward and backward once for each microbatch. All layers but those of the
+    fused stage also run forward once more, and the fused stage can only have so many layers.
+    """
+    layers = workload.costs.layers
+    forward = sum(layer.forward_ms for layer in layers)
+    if workload.run_type == "infer":
+        return workload.microbatches * forward
+    again = [layer.again_ms for layer in layers]
+    if workload.run_type == "fused":
+        most = len(layers) if limits.fused_layers is None else limits.fused_layers
+        again = again[: max(len(layers) - most, 0)]
+    backward = sum(layer.backward_ms for layer in layers)
+    return workload.microbatches * (forward + backward + sum(again))
+
+
+def least_iteration_ms(workload: Workload, limits: PlanLimits) -> float:
+    """A time that no plan can beat, from the work that there is and from the longest chain.
+
+    The devices together do the work at the sum of their speeds. In ``sync`` mode, moreover, one
+    microbatch passes through all layers, forward and backward, one after another, and the step
+    follows; with steps that overlap, steps follow one another.
+    """
+    if workload.costs_by_kind:
+        return 0.0
+    speeds = [device.speed for device in workload.machine.devices]
+    work = least_work_ms(workload, limits) / sum(speeds)
+    step = 0.0 if workload.run_type == "infer" else workload.optimizer_ms
+    if workload.mode != "sync":
+        return max(work, step if workload.mode == "async" else 0.0)
+    layers = workload.costs.layers
+    chain = sum(layer.forward_ms for layer in layers)
+    if workload.run_type != "infer":
+        chain += sum(layer.backward_ms for layer in layers)
+    return max(work, chain / max(speeds)) + step
+
+
+def device_loads(
+    devices: int, schedules: Sequence[Schedule], iterations: int = 1
+) -> tuple[list[float], int]:
+    """How long each device computes, and whose turn it is afterwards.
+
+    Args:
+        devices: how many there are.
+        schedules: what an iteration runs, from device 0 on.
+        iterations: how many.
+    """
+    loads = [0.0] * devices
+    cursor = 0
+    for schedule in [*schedules] * iterations:
+        early, main, count = schedule.tables.early, schedule.tables.main, schedule.microbatches
+        for steps in schedule.calls * schedule.rounds:
+            for phase, start, stop, replicas in steps:
+                width = 1 if replicas == 1 else min(replicas, devices, count)
+                for replica in range(width):
+                    sums, more = early[phase][cursor], main[phase][cursor]
+                    time = sums[stop] - sums[start] + more[stop] - more[start]
+                    share = count if width == 1 else len(range(replica, count, width))
+                    loads[cursor] += time * share
+                    cursor = cursor + 1 if cursor + 1 < devices else 0
+    return loads, cursor
+
+
+def least_load_ms(workload: Workload, schedules: Sequence[Schedule]) -> float:
+    """A time that this plan cannot beat on a uniform machine: the work of its busiest devices.
+
+    Where iterations overlap, an iteration begins where the last one ended, so that devices take
+    turns in a stage. Over many iterations a device shares all stages that any device of its class
+    has, where a class is what the greatest common divisor of devices and stages lets mix.
+    """
+    if not workload.machine.is_uniform:
+        return 0.0
+    devices = len(workload.machine)
+    loads, cursor = device_loads(devices, schedules)
+    if workload.mode == "sync" or not workload.rules.overlap_calls:
+        return max(loads)
+    mixed = gcd(cursor, devices)
+    return max(sum(loads[turn::mixed]) for turn in range(mixed)) * mixed / devices
