@@ -62,6 +62,7 @@ class PlanSpace:
         self._fused = running_sums([layer.forward_ms + layer.backward_ms for layer in layers])
         self._backward = running_sums([layer.again_ms + layer.backward_ms for layer in layers])
         self._weights = running_sums([layer.weight_bytes for layer in layers])
+        self._both = running_sums([layer.weight_bytes + layer.gradient_bytes for layer in layers])
         memories = [device.memory_bytes for device in workload.machine.devices]
         self._smallest_memory = min((size for size in memories if size is not None), default=None)
         self._stage_is_legal = lru_cache(maxsize=None)(self._check_stage)
@@ -170,7 +171,7 @@ class PlanSpace:
             return False
         if count == 1:
             return True
-        size = self._weights[stop] - self._weights[start]
-        if limits.stage_weight_bytes is not None and size > limits.stage_weight_bytes:
+        sums = self._weights if phase == FORWARD else self._both
+        if limits.stage_bytes is not None and sums[stop] - sums[start] > limits.stage_bytes:
             return False
         return limits.stage_ms is None or self.stage_ms(phase, start, stop) <= limits.stage_ms

@@ -40,6 +40,10 @@ class EngineRules:
     early_fused_forward: bool = False
 
 
+ENGINE_RULES = EngineRules(early_recompute=False, overlap_calls=False)
+"""How this package's engine orders work: a call returns when its last stage has ended."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training iteration (or inference call) of one model on one machine.
@@ -97,7 +101,8 @@ class PlanLimits:
         forward_layers: most layers of a forward stage; None for no limit.
         backward_layers: most layers of a backward stage that is not fused.
         fused_layers: most layers of the fused stage.
-        stage_weight_bytes: most bytes of weights in a stage; a single layer may be above it.
+        stage_bytes: most bytes of weights, and in backward of gradients, of a stage; a single layer
+            may be above it.
         stage_ms: most milliseconds per microbatch of a stage on a device of speed 1; a single
             layer may be above it.
         min_stages: fewest stages of a call, as far as there are layers.
@@ -111,7 +116,7 @@ class PlanLimits:
     forward_layers: int | None = None
     backward_layers: int | None = None
     fused_layers: int | None = None
-    stage_weight_bytes: int | None = None
+    stage_bytes: int | None = None
     stage_ms: float | None = None
     min_stages: int = 1
     max_replicas: int | None = None
