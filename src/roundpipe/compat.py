@@ -108,10 +108,29 @@ def watch_operators(
     It holds for the thread that enters it, and for backward run by that thread; inside ``run``
     operators run as usual.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
     class Watch(TorchDispatchMode):
         supports_higher_order_operators = True
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Skipping would import the compiler, which takes seconds, at the first operator.
+            return False
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            # Otherwise nothing is compiled in the scope, not even flex_attention by itself.
+            return True
+
+        def __enter__(self) -> Watch:
+            # The base class also changes flags of the process, in which threads that enter and
+            # leave at the same time would leave each other's values behind.
+            _push_mode(self)
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            _pop_mode(None)
 
         def __torch_dispatch__(
             self,

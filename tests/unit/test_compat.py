@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils import _python_dispatch, _pytree
 
 from roundpipe import compat
 
@@ -58,13 +60,54 @@ def test_watch_sees_forward_and_backward_operators_of_the_entering_thread() -> N
     assert len(seen) == after
 
 
+def test_threads_that_watch_at_the_same_time_leave_no_flag_behind() -> None:
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return operator(*args, **kwargs)
+
+    first, second = compat.watch_operators(run), compat.watch_operators(run)
+    before = _python_dispatch.is_in_torch_dispatch_mode()
+    first.__enter__()
+
+    def enter_second() -> None:
+        with second:
+            entered.set()
+            left.wait()
+
+    entered, left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=enter_second)
+    thread.start()
+    entered.wait()
+    first.__exit__(None, None, None)
+    left.set()
+    thread.join()
+    assert _python_dispatch.is_in_torch_dispatch_mode() is before
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_compiles_itself_works_while_watched() -> None:
+    seen: set[str] = set()
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.add(str(operator))
+        return operator(*args, **kwargs)
+
+    query = torch.randn(1, 1, 16, 8)
+    want = flex_attention(query, query, query)
+    with compat.watch_operators(run):
+        got = flex_attention(query, query, query)
+        compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+        compiled(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(got, want)
+    assert seen
+
+
 def test_operator_traits_tell_views_and_writes() -> None:
     aten = torch.ops.aten
     assert compat.operator_traits(aten.view.default) == (True, frozenset())
     assert compat.operator_traits(aten.add.Tensor) == (False, frozenset())
-    assert compat.operator_traits(aten.add_.Tensor) == (False, {0})
-    assert compat.operator_traits(aten._foreach_add_.List) == (False, {0})
-    assert compat.operator_traits(aten.add.out) == (False, {"out"})
+    assert compat.operator_traits(aten.add_.Tensor) == (False, frozenset({0}))
+    assert compat.operator_traits(aten._foreach_add_.List) == (False, frozenset({0}))
+    assert compat.operator_traits(aten.add.out) == (False, frozenset({"out"}))
     assert compat.operator_traits(object()) == (False, frozenset())
 
 
