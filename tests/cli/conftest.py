@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe_file(tmp_path: Path, model_folder: Path) -> Path:
     """A recipe that trains the tiny model for a second, into ``tmp_path / "run"``."""
+    words = ["while", "for", "if", "try", "with", "class", "def", "return", "yield"]
+    lines = [json.dumps({"text": f"{word} is a keyword of Python"}) for word in words]
+    data = model_folder.parent / "keywords.jsonl"
+    data.write_text("\n".join(lines), encoding="utf-8")
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"""\
 model:
   source: {model_folder}
 data:
+  source: {data}
   sequence_length: 16
   eval_sequences: 4
 training:

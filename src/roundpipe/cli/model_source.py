@@ -91,7 +91,7 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     try:
         with contextlib.redirect_stderr(bars):
             return _load(files, dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # what a damaged file makes three libraries raise is anything
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise _unusable(files.label, f"transformers cannot load it: {reason}") from error
 
