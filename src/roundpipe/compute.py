@@ -11,6 +11,7 @@ plain loop, and the recomputed numbers are the first forward's, bitwise.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -300,9 +301,12 @@ class StageCompute:
             output = layer(*args, **kwargs)
         else:
             seed = layer_seed(call.seed, chain.index, index)
-            self._device.seed(seed)
             key = (index, layer.training, torch.is_grad_enabled())
-            output = self._randomness.run(key, seed, lambda: layer(*args, **kwargs))
+            # Between seeding and drawing, another logical device of the same accelerator would take
+            # this layer's numbers.
+            with self._device.random_lock or contextlib.nullcontext():
+                self._device.seed(seed)
+                output = self._randomness.run(key, seed, lambda: layer(*args, **kwargs))
         if self._task.phase is not Phase.FORWARD:
             self._mark(index, output)
         return output

@@ -87,12 +87,15 @@ class Device(ABC):
         torch_device: where the tensors live.
         shares_host_memory: whether device memory *is* host memory and nothing checks it, so that
             weights may be used where they lie and gradients handed over instead of copied.
+        random_lock: held from seeding until a layer has drawn, where several logical devices share
+            an accelerator and hence its generator; ``None`` elsewhere.
     """
 
     name: str
     index: int
     torch_device: torch.device
     shares_host_memory: bool
+    random_lock: AbstractContextManager[object] | None = None
 
     @abstractmethod
     def worker_scope(self) -> AbstractContextManager[None]:
@@ -106,7 +109,7 @@ class Device(ABC):
     def empty(self, like: torch.Tensor, stream: Stream, category: Category) -> torch.Tensor:
         """A new tensor on this device with the shape, strides and dtype of ``like``.
 
-        It belongs to ``stream``: when it is dropped, later work of that stream may reuse its memory.
+        It belongs to ``stream``: when it is dropped, later work of that stream may reuse the memory.
 
         Raises:
             torch.OutOfMemoryError: no room.
