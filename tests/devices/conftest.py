@@ -11,15 +11,14 @@ import torch
 from roundpipe.devices import CpuChecks, DevicePool
 from support.backends import Accelerator, Backend, CheckedCpu, FastCpu
 
-# The fake accelerator is global to a process and final. It is imported by a plugin of the process
-# that tests on it; here it is only noticed.
-FAKE = "support.fakeacc"
-
 
 def _accelerator() -> Backend:
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         pytest.skip("no accelerator is visible")
-    fake = sys.modules.get(FAKE)
+    # The fake accelerator is global to a process and final: a process of its own loads it before
+    # it collects these tests; here it is only noticed.
+    fake = sys.modules.get("support.fakeacc") if kind.type == "fakeacc" else None
     return Accelerator(None if fake is None else fake.hold)
 
 

@@ -166,7 +166,7 @@ class AcceleratorDevice(Device):
         events behind the copy cover it on the way out.
         """
         with self._on(stream), torch.no_grad():
-            target.copy_(source, non_blocking=not _needs_host_pass(target, source))
+            target.copy_(source, non_blocking=not needs_host_pass(target, source))
 
     def record(self, stream: Stream) -> Event:
         """An event after everything enqueued on ``stream`` so far."""
@@ -244,7 +244,7 @@ class AcceleratorDevice(Device):
         self._streams.clear()
 
 
-def _needs_host_pass(target: torch.Tensor, source: torch.Tensor) -> bool:
+def needs_host_pass(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the runtime fills ``target``, in host memory, through a dense temporary there.
 
     It copies from the temporary right after enqueuing the transfer into it: with a transfer that

@@ -16,6 +16,7 @@ reads and writes need the same events, so that a program without reports is righ
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,6 +60,14 @@ class CheckedPool(DevicePool):
     def __init__(self, devices: Sequence[CheckedCpuDevice], shared: Shared) -> None:
         self._shared = shared
         super().__init__(devices)
+        # Finalizers run last made first: a worker that waits for a copy somebody forgot to release
+        # must get it before it is joined.
+        self._release = weakref.finalize(self, shared.script.close)
+
+    def close(self) -> None:
+        """Let go what is held back, and end all threads. May be called twice, by any thread."""
+        self._release()
+        super().close()
 
     def reports(self) -> list[str]:
         """Each misuse of streams and memory seen so far, once. A correct program has none."""
@@ -259,20 +268,23 @@ class CheckedCpuDevice(CpuDevice):
         """
         self._check_open()
         key = StreamKey(self.index, stream)
-        if isinstance(event, ComputePoint):
-            with self._tracker.locked():
-                self._tracker.clocks.wait(key, event.clock)
-        elif not isinstance(event, CopyEvent):
-            event.synchronize()
-        elif stream is Stream.COMPUTE:
+        if isinstance(event, CopyEvent) and stream is Stream.COMPUTE:
             event.wait_passed()
             with self._tracker.locked():
-                self._tracker.clocks.wait(key, event.clock)
+                self._learn(key, event)
             event.raise_failure()
-        else:
+        elif isinstance(event, (CopyEvent, ComputePoint)):
             with self._tracker.locked():
-                self._tracker.clocks.wait(key, event.clock)
-                self._streams[stream].enqueue_wait(self._tracker.clocks.advance(key), event)
+                self._learn(key, event)
+                if isinstance(event, CopyEvent):
+                    self._streams[stream].enqueue_wait(self._tracker.clocks.advance(key), event)
+        else:
+            event.synchronize()
+
+    def _learn(self, stream: StreamKey, event: CopyEvent | ComputePoint) -> None:
+        # Another pool's clocks say nothing about this one's streams.
+        if event.tracker is self._tracker:
+            self._tracker.clocks.wait(stream, event.clock)
 
     def mark_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep the tensor's memory until ``stream`` has passed what is enqueued on it so far."""

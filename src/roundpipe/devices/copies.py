@@ -54,14 +54,15 @@ class CopyEvent(Event):
     """A point in a copy stream.
 
     Attributes:
-        clock: what is over once it has passed.
+        clock: what is over once it has passed, in the numbers of ``tracker``.
+        tracker: the bookkeeping of its pool.
         born: number of failures told when it was recorded.
     """
 
     def __init__(self, stream: CopyStream, position: int, clock: Clock, tracker: Tracker) -> None:
         self._passed = stream.passed
         self._position = position
-        self._tracker = tracker
+        self.tracker = tracker
         self._deliveries = stream.deliveries
         self.clock = clock
         self.born = stream.deliveries.count
@@ -71,8 +72,8 @@ class CopyEvent(Event):
         """Whether the stream has passed this point."""
         if self._passed.value < self._position:
             return False
-        with self._tracker.locked():
-            self._tracker.clocks.host_saw(self.clock)
+        with self.tracker.locked():
+            self.tracker.clocks.host_saw(self.clock)
         return True
 
     def synchronize(self) -> None:
@@ -82,8 +83,8 @@ class CopyEvent(Event):
             BaseException: what a copy before this point failed with.
         """
         self.wait_passed()
-        with self._tracker.locked():
-            self._tracker.clocks.host_saw(self.clock)
+        with self.tracker.locked():
+            self.tracker.clocks.host_saw(self.clock)
         self.raise_failure()
 
     def wait_passed(self) -> None:
@@ -98,11 +99,16 @@ class CopyEvent(Event):
 
 
 class ComputePoint(Event):
-    """A point in a device's compute, which runs eagerly: passed when it was recorded."""
+    """A point in a device's compute, which runs eagerly: passed when it was recorded.
+
+    Attributes:
+        clock: what is over, in the numbers of ``tracker``.
+        tracker: the bookkeeping of its pool.
+    """
 
     def __init__(self, clock: Clock, tracker: Tracker) -> None:
         self.clock = clock
-        self._tracker = tracker
+        self.tracker = tracker
 
     def query(self) -> bool:
         """True."""
@@ -111,8 +117,8 @@ class ComputePoint(Event):
 
     def synchronize(self) -> None:
         """Return at once."""
-        with self._tracker.locked():
-            self._tracker.clocks.host_saw(self.clock)
+        with self.tracker.locked():
+            self.tracker.clocks.host_saw(self.clock)
 
 
 @dataclass

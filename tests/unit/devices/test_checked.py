@@ -11,6 +11,7 @@ import torch
 from roundpipe.devices import CheckedPool, CpuChecks, open_cpu_pool
 from roundpipe.devices.base import Category, Device, Stream
 from roundpipe.devices.checked import CheckedCpuDevice
+from support.backends import run_on
 
 Program = Callable[[CheckedPool, bool], None]
 
@@ -340,6 +341,39 @@ def test_the_peak_depends_on_the_layer_and_not_on_their_number() -> None:
             assert pool.reports() == []
             peaks.append(report.peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+def test_closing_lets_go_what_was_held_and_never_released(pool: CheckedPool) -> None:
+    device = pool.devices[0]
+    hold = pool.hold(Stream.WEIGHTS)
+    weight = put(device, torch.ones(4), Stream.WEIGHTS)
+    event = device.record(Stream.WEIGHTS)
+    waited = run_on(pool, 0, lambda: device.wait(Stream.COMPUTE, event))
+    hold.wait_reached()
+    pool.close()
+    assert waited.result() is None
+    assert torch.equal(weight, torch.ones(4))
+
+
+def test_events_of_another_pool_are_waited_for(pool: CheckedPool) -> None:
+    with open_cpu_pool(1, CpuChecks()) as other:
+        first, second = other.devices[0], pool.devices[0]
+        hold = other.hold(Stream.OUTWARD)
+        with first.compute_scope():
+            made = torch.ones(4) * 3
+        order(first, Stream.COMPUTE, Stream.OUTWARD)
+        host = first.host_empty(made)
+        first.copy(host, made, Stream.OUTWARD)
+        first.mark_use(made, Stream.OUTWARD)
+        second.wait(Stream.INWARD, first.record(Stream.OUTWARD))
+        there = put(second, host, Stream.INWARD)
+        ready = second.record(Stream.INWARD)
+        hold.wait_reached()
+        assert not ready.query()
+        hold.release()
+        ready.synchronize()
+        assert torch.equal(there, torch.full((4,), 3.0))
+        assert other.reports() == pool.reports() == []
 
 
 def test_nothing_is_left_after_many_operations(pool: CheckedPool) -> None:
