@@ -94,6 +94,7 @@ def plot_losses(history: History, title: str, path: Path) -> None:
     # The object interface leaves pyplot's process-wide state alone and needs no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -121,6 +122,7 @@ def plot_losses(history: History, title: str, path: Path) -> None:
             ha="center",
         )
     axes.set(title=title, xlabel="step", ylabel="loss per token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(y=0.15)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
