@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -159,8 +160,14 @@ class RoundPipe(nn.Module):
             batch = self._split(config, args, kwargs, None)
             call = self._new_call(run_type, config, batch)
             stages = forward_stages(call.plan, run_type, self._first_trainable(call))
-            self._run(call, stages)
-            return self._merge(call, self._outputs(call))
+            with self._effects(call):
+                self._run(call, stages)
+                with self._station("download"):
+                    outputs = self._outputs(call)
+                with self._station("merge"):
+                    merged = self._merge(call, outputs)
+                self._commit_buffers(call)
+            return merged
 
     def forward_backward(
         self,
@@ -211,13 +218,18 @@ class RoundPipe(nn.Module):
             call = self._new_call("fused", config, batch)
             call.loss_fn, call.return_outputs = loss_fn, return_outputs
             stages = forward_stages(call.plan, "fused", self._first_trainable(call))
-            self._run(call, stages)
-            self._give_input_gradients(call)
-            losses = _sum_losses(call)
-            if not return_outputs:
-                return losses
-            outputs = [chain.output.home() for chain in call.chains if chain.output is not None]
-            return losses, self._merge(call, outputs)
+            merged = None
+            with self._effects(call):
+                self._run(call, stages)
+                with self._station("download"):
+                    losses = _sum_losses(call)
+                    outputs = [c.output.home() for c in call.chains if c.output is not None]
+                if return_outputs:
+                    with self._station("merge"):
+                        merged = self._merge(call, outputs)
+                self._give_input_gradients(call)
+                self._commit_buffers(call)
+            return (losses, merged) if return_outputs else losses
 
     # --- stations of a call ------------------------------------------------------------------
 
@@ -244,7 +256,8 @@ class RoundPipe(nn.Module):
         except RoundPipeError:
             raise  # what was given cannot be cut; nothing has run and nothing is lost
         except BaseException as error:
-            self._fail(error, "split")
+            dropped = config.requires_grad and self._engine.store.drop_gradients()
+            add_where(error, Where(model=self.name, phase="split"), DROPPED if dropped else None)
             raise
 
     def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
@@ -302,35 +315,47 @@ class RoundPipe(nn.Module):
             return frozenset(index for stage in stages for index in stage.layers)
         return frozenset(stage.layers.start for stage in stages)
 
-    def _run(self, call: Call, stages: Any) -> None:
-        """Dispatch the stages and take the call's effects home."""
-        engine = self._engine
+    @contextlib.contextmanager
+    def _effects(self, call: Call) -> Iterator[None]:
+        """Around the stations of a call: it takes effect as a whole, or after a failure not."""
+        store = self._engine.store
         self._stepper.raise_failure()
         if call.keeps_grad:
-            engine.store.adopt_user_gradients()
+            store.adopt_user_gradients()
         # Asked before the run, which takes what was accumulated to the devices.
-        accumulated = call.keeps_grad and engine.store.holds_gradients()
-        pool = engine.pool
-        tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
+        accumulated = call.keeps_grad and store.holds_gradients()
         try:
-            with engine.randomness.watch_call(self.name):
-                Run(engine, call, tasks).execute()
-            self._commit_buffers(call)
-            self._stepper.raise_failure()
+            yield
         except BaseException as error:
-            self._fail(error, None, drop=call.keeps_grad, accumulated=accumulated)
+            if call.keeps_grad and (store.drop_gradients() or accumulated):
+                add_where(error, Where(model=self.name), DROPPED)
             raise
 
-    def _fail(
-        self,
-        error: BaseException,
-        phase: str | None,
-        drop: bool = True,
-        accumulated: bool = False,
-    ) -> None:
-        dropped = drop and (self._engine.store.drop_gradients() or accumulated)
-        if phase is not None or dropped:
-            add_where(error, Where(model=self.name, phase=phase), DROPPED if dropped else None)
+    @contextlib.contextmanager
+    def _station(self, phase: str) -> Iterator[None]:
+        """Around a station on the caller's thread: a failure in it says where it was."""
+        try:
+            yield
+        except BaseException as error:
+            add_where(error, Where(model=self.name, phase=phase))
+            raise
+
+    def _run(self, call: Call, stages: Any) -> None:
+        """Dispatch the stages; returns when the devices are done."""
+        engine, pool = self._engine, self._engine.pool
+        tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
+        with engine.randomness.watch_call(self.name):
+            Run(engine, call, tasks).execute()
+        with self._station("download"):
+            # What failed on its way home fails the call now, before anything has taken effect.
+            for history in call.histories.values():
+                for value in history.latest.values():
+                    value.home()
+            for chain in call.chains:
+                for _, value in chain.sources:
+                    if value.grad is not None:
+                        value.grad.home()
+        self._stepper.raise_failure()
 
     def _commit_buffers(self, call: Call) -> None:
         """Write what the layers' forwards made of their buffers into the user's model."""
@@ -383,16 +408,13 @@ class RoundPipe(nn.Module):
                     "the parameters were stepped or synchronized between forward and backward; run "
                     "backward first, or forward again"
                 )
-            self._run(call, backward_stages(call.plan, self._first_trainable(call)))
+            with self._effects(call):
+                self._run(call, backward_stages(call.plan, self._first_trainable(call)))
 
     def _merge(self, call: Call, outputs: list[Any]) -> Any:
         device = call.config.output_device
-        try:
-            merged = merge_outputs(outputs, call.config.merge_output)
-            return merged if device.type == "cpu" else _move(merged, device)
-        except BaseException as error:
-            self._fail(error, "merge", drop=call.run_type == "fused")
-            raise
+        merged = merge_outputs(outputs, call.config.merge_output)
+        return merged if device.type == "cpu" else _move(merged, device)
 
     def _give_input_gradients(self, call: Call) -> None:
         """Inputs that require grad receive theirs, through whatever graph they come from."""
@@ -503,6 +525,12 @@ class RoundPipe(nn.Module):
         """Freeze or unfreeze all parameters."""
         self._target.requires_grad_(requires_grad)
         return self
+
+    @property
+    def event_log(self) -> EventLog:
+        """The latest spans of this model's calls, for pictures and benchmarks."""
+        log: EventLog = self._engine.log
+        return log
 
     # --- the wrapped model -------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from roundpipe import RoundPipe
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import DevicePool
 from support.faults import (
     CONFIG,
@@ -65,7 +66,16 @@ STATIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["plain", "checked"])
+CASES = pytest.mark.parametrize(
+    ("pool", "microbatch"),
+    # The checked devices are slow, and what they add does not depend on the microbatch.
+    [*(("plain", microbatch) for microbatch in MICROBATCHES), ("checked", MICROBATCHES[1])],
+    indirect=["pool"],
+)
+KINDS = pytest.mark.parametrize("pool", ["plain", "checked"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
     with no_thread_left(), open_kind(request.param) as opened:
         yield opened
@@ -98,7 +108,7 @@ def assert_unharmed(pipe: RoundPipe, switch: Switch, before: dict[str, torch.Ten
     assert_equal(train_once(pipe, switch), want)
 
 
-@pytest.mark.parametrize("microbatch", MICROBATCHES)
+@CASES
 @pytest.mark.parametrize("name", STATIONS)
 def test_a_fault_inside_a_stage_comes_home(name: str, microbatch: int, pool: DevicePool) -> None:
     station, switch = STATIONS[name], Switch()
@@ -119,3 +129,128 @@ def test_a_fault_inside_a_stage_comes_home(name: str, microbatch: int, pool: Dev
         ]
         assert set(threading.enumerate()) == threads
         assert_unharmed(pipe, switch, before)
+
+
+@KINDS
+def test_without_anything_accumulated_the_note_speaks_of_no_loss(pool: DevicePool) -> None:
+    switch = Switch()
+    with RoundPipe(build(switch), model_run_config=CONFIG, devices=pool, name="net") as pipe:
+        error = InjectedError("first call")
+        switch.arm(error, "forward", 0, 0)
+        inputs, label = batch()
+        with pytest.raises(InjectedError):
+            pipe.forward_backward(inputs, None, label, loss_of(switch))
+        assert not any(DROPPED in note for note in notes_of(error))
+
+
+class SplitAt:
+    """A split function that makes the pieces one by one and fails at one of them."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+    ) -> tuple[list[Any], list[Any]]:
+        pieces = []
+        for microbatch in range(count):
+            self.switch.visit("split", None, microbatch)
+            pieces.append(tuple(tensor.tensor_split(count)[microbatch] for tensor in args))
+        return pieces, [dict(kwargs) for _ in pieces]
+
+
+class MergeAt:
+    """A merge function that takes the outputs one by one and fails at one of them."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def __call__(self, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        rows = []
+        for x, ids in outputs:
+            self.switch.visit("merge", None, int(ids[0]))
+            rows.append(x)
+        return torch.cat(rows)
+
+
+@CASES
+@pytest.mark.parametrize("place", ["split", "merge"])
+def test_a_fault_in_a_users_split_or_merge_comes_home(
+    place: str, microbatch: int, pool: DevicePool
+) -> None:
+    switch = Switch()
+    config = RoundPipeRunConfig(split_input=SplitAt(switch), merge_output=MergeAt(switch))
+    with trained_pipe(pool, switch) as pipe:
+        before = state_of(pipe)
+        error = InjectedError(place)
+        switch.arm(error, place, None, microbatch)
+        inputs, label = batch()
+        with pytest.raises(InjectedError) as caught:
+            pipe.forward_backward(
+                inputs, None, label, loss_of(switch), return_outputs=True, run_config=config
+            )
+        assert caught.value is error
+        assert ", ".join(notes_of(error)).startswith(f"roundpipe: model net, phase {place}")
+        assert DROPPED in notes_of(error)[-1]
+        assert_unharmed(pipe, switch, before)
+
+
+@CASES
+@pytest.mark.parametrize("name", ["forward", *(name for name in STATIONS if "wider" in name)])
+def test_a_fault_comes_home_through_the_users_own_backward(
+    name: str, microbatch: int, pool: DevicePool
+) -> None:
+    station, switch = STATIONS[name], Switch()
+    plan = ModelExecutePlan([range(2), range(2, 5)], [range(3, 5), range(2, 3), range(2)])
+    config = RoundPipeRunConfig(execute_plan=plan)
+    layer = station.where.split(",", maxsplit=1)[0]
+    with trained_pipe(pool, switch) as pipe:
+        before, phase = state_of(pipe), name.split(" of ", maxsplit=1)[0]
+        error = InjectedError(name)
+        switch.arm(error, station.place, station.layer, microbatch)
+        inputs, label = batch()
+
+        def forward() -> torch.Tensor:
+            output: torch.Tensor = pipe(*inputs, roundpipe_run_config=config)[0]
+            return output
+
+        if phase == "forward":
+            with pytest.raises(InjectedError) as caught:
+                forward()
+        else:
+            loss = ((forward() - label) ** 2).sum()
+            before = state_of(pipe)  # the forward was a good one: its buffers stay
+            with pytest.raises(InjectedError) as caught:
+                loss.backward()
+        assert caught.value is error
+        place, cost = notes_of(error)
+        assert place.startswith(f"roundpipe: model net, {layer}, stage ")
+        assert f"microbatch {microbatch}, phase {phase}, device cpu:" in place
+        assert DROPPED in cost
+        assert_unharmed(pipe, switch, before)
+
+
+@KINDS
+def test_a_fault_in_an_evaluation_costs_nothing(pool: DevicePool) -> None:
+    switch = Switch()
+    with trained_pipe(pool, switch) as pipe:
+        pipe.eval()
+        pipe.synchronize()
+        want = [p.grad.clone() for p in pipe.model.parameters() if p.grad is not None]
+        for place, layer in [("forward", 3), ("split", None), ("merge", None)]:
+            config = RoundPipeRunConfig(
+                split_input=SplitAt(switch),
+                merge_output=MergeAt(switch),
+                execute_plan=ModelExecutePlan([range(5)]),
+            )
+            error = InjectedError(place)
+            switch.arm(error, place, layer, 2)
+            with torch.no_grad(), pytest.raises(InjectedError) as caught:
+                pipe(*batch()[0], roundpipe_run_config=config)
+            assert caught.value is error
+            assert len(notes_of(error)) == 1
+            assert DROPPED not in notes_of(error)[0]
+        pipe.synchronize()
+        got = [p.grad for p in pipe.model.parameters() if p.grad is not None]
+        assert len(got) == len(want) > 0
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
