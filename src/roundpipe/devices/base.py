@@ -109,7 +109,7 @@ class Device(ABC):
     def empty(self, like: torch.Tensor, stream: Stream, category: Category) -> torch.Tensor:
         """A new tensor on this device with the shape, strides and dtype of ``like``.
 
-        It belongs to ``stream``: when it is dropped, later work of that stream may reuse the memory.
+        It belongs to ``stream``: once dropped, later work of that stream may reuse its memory.
 
         Raises:
             torch.OutOfMemoryError: no room.
