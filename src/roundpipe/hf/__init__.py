@@ -1,6 +1,14 @@
 """Models of transformers as sequences of layers; the only package that imports transformers."""
 
 from roundpipe.hf.cut import CutModel, cut_model, is_cuttable
+from roundpipe.hf.load import load_model, load_tokenizer
 from roundpipe.hf.refusal import CutRefusedError
 
-__all__ = ["CutModel", "CutRefusedError", "cut_model", "is_cuttable"]
+__all__ = [
+    "CutModel",
+    "CutRefusedError",
+    "cut_model",
+    "is_cuttable",
+    "load_model",
+    "load_tokenizer",
+]

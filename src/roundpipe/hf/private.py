@@ -18,6 +18,11 @@ try:  # since transformers 5.2
 except ImportError:  # pragma: no cover - transformers 5.0 and 5.1
     _capturing = None
 
+try:  # since transformers 5.20 or so; before that GGUF weights were always unpacked
+    from transformers import GgufConfig
+except ImportError:  # pragma: no cover
+    GgufConfig = None
+
 _HOOKED = "_output_capturing_hooks_installed"
 # Outputs that have one entry per layer *and* depend on the layers' neighbours; they are refused.
 _NOT_COLLECTED = frozenset({"hidden_states", "attentions", "cross_attentions"})
@@ -76,3 +81,18 @@ def collectable_outputs(model: nn.Module) -> list[str]:
 def has_collecting_hooks(module: nn.Module) -> bool:
     """Whether the library has put its collecting hooks on the parts of ``module``."""
     return bool(module.__dict__.get(_HOOKED, False))
+
+
+def gguf_options(file_name: str) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that load a GGUF file with all weights unpacked."""
+    options: dict[str, Any] = {"gguf_file": file_name}
+    if GgufConfig is not None:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    return options
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Let an unpacked model be trained and saved like any other."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
