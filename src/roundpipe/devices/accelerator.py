@@ -155,8 +155,8 @@ class AcceleratorDevice(Device):
             torch.OutOfMemoryError: no room.
         """
         # The allocator ties memory to the stream that is current, and hands it out again in that
-        # stream's order. An inference tensor could not be copied into by another thread.
-        with self._on(stream), torch.inference_mode(False):
+        # stream's order.
+        with self._on(stream):
             return empty_like(like, self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

@@ -93,9 +93,7 @@ class CpuDevice(Device):
 
     def empty(self, like: torch.Tensor, stream: Stream, category: Category) -> torch.Tensor:
         """A new host tensor."""
-        # An inference tensor could not be copied into by another thread.
-        with torch.inference_mode(False):
-            return empty_like(like, self.torch_device)
+        return empty_like(like, self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy now, on the calling thread."""
@@ -118,8 +116,7 @@ class CpuDevice(Device):
 
     def host_empty(self, like: torch.Tensor) -> torch.Tensor:
         """A new host tensor, pageable, laid out as ``like`` so that kernels treat it alike."""
-        with torch.inference_mode(False):
-            return empty_like(like, self.torch_device)
+        return empty_like(like, self.torch_device)
 
     def seed(self, seed: int) -> None:
         """Nothing: host layers draw from the process's generator, which the engine seeds."""

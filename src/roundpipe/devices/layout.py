@@ -31,9 +31,14 @@ def empty_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor on ``device`` with the shape, strides and dtype of ``like``.
 
     Kernels may choose another order of summation for other strides, so strides are kept. A layout
-    that overlaps itself cannot be copied into; such a tensor becomes dense.
+    that overlaps itself cannot be copied into; such a tensor becomes dense. The result is never an
+    inference tensor: those could not be copied into by another thread.
     """
-    if overlaps_itself(like.shape, like.stride()):
+    # Asked first, since entering the scope costs as much as all the rest.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return empty_like(like, device)
+    if not like.is_contiguous() and overlaps_itself(like.shape, like.stride()):
         return torch.empty_like(like, device=device, requires_grad=False)
     offset = offset_elements(like) if device.type == "cpu" else 0
     if not offset:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe.devices.layout import empty_like, overlaps_itself
+from roundpipe.devices.layout import empty_like, offset_elements, overlaps_itself
 
 CPU = torch.device("cpu")
 layouts = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4)
@@ -47,3 +48,25 @@ def test_nothing_but_the_layout_is_taken_over() -> None:
     assert type(made) is torch.Tensor
     assert not made.requires_grad
     assert made.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("begin", [0, 1, 5, 15, 16, 33])
+def test_a_host_copy_begins_where_its_model_does_relative_to_alignment(begin: int) -> None:
+    model = torch.empty(100)[begin : begin + 40].view(4, 10)
+    made = empty_like(model, CPU)
+    assert made.data_ptr() % 64 == model.data_ptr() % 64
+    assert made.stride() == (10, 1)
+    assert offset_elements(model) == begin % 16
+    made.fill_(1.0)
+
+
+def test_what_is_not_in_host_memory_has_no_offset_there() -> None:
+    assert offset_elements(torch.empty(4, device="meta")) == 0
+    assert offset_elements(torch.empty(0)) == 0
+    meta = empty_like(torch.empty(100)[3:], torch.device("meta"))
+    assert (meta.device.type, meta.shape) == ("meta", (97,))
+
+
+def test_tensors_are_ordinary_ones_even_in_inference_mode() -> None:
+    with torch.inference_mode():
+        assert not empty_like(torch.empty(4), CPU).is_inference()
