@@ -155,6 +155,8 @@ def test_a_closed_device_says_so(backend: Backend) -> None:
             device.empty(torch.empty(4), Stream.WEIGHTS, Category.WEIGHTS)
         with pytest.raises(StateError, match="was closed; open a new pool"):
             device.record(Stream.OUTWARD)
+    device.synchronize()
+    device.close()
 
 
 def test_a_forgotten_pool_ends_its_threads(backend: Backend) -> None:

@@ -30,7 +30,7 @@ from .clocks import Operation, StreamKey
 from .copies import ComputePoint, CopyEvent, CopyStream, Deliveries
 from .cpu import CpuDevice
 from .ledger import Ledger
-from .memory import POISON_BYTE, new_tensor, poison, reach
+from .memory import new_tensor, poison, poison_memory, reach
 from .pool import DevicePool
 from .script import CopyScript, CpuChecks, Hold
 from .tracking import Buffer, Tracker
@@ -150,7 +150,7 @@ class CheckedCpuDevice(CpuDevice):
         return tensor
 
     def _poisoning(self, memory: torch.Tensor, stream: Stream) -> Callable[[], None]:
-        fill = functools.partial(_fill, memory)
+        fill = functools.partial(poison_memory, memory)
         if stream is Stream.COMPUTE:
             return fill
         # In the owning stream's order: what it enqueued earlier may still use the memory.
@@ -175,7 +175,7 @@ class CheckedCpuDevice(CpuDevice):
     def _count(self, tensor: torch.Tensor, buffer: Buffer, what: str) -> None:
         with self._tracker.locked():
             fits = self._ledger.fits(buffer.nbytes)
-        if not fits:
+        if not fits and not self._is_closed:
             # As allocators of accelerators do before they give up: memory that waits for copies
             # which still use it comes back once they are through.
             self._drain()
@@ -183,7 +183,7 @@ class CheckedCpuDevice(CpuDevice):
             self._tracker.add(tensor, buffer, what)
 
     def host_empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A new host tensor, dense, in the dimension order of ``like``, full of poison."""
+        """A new host tensor, laid out as ``like``, full of poison."""
         with self._watch.off():
             tensor = super().host_empty(like)
             poison(tensor)
@@ -223,7 +223,7 @@ class CheckedCpuDevice(CpuDevice):
                         # Whoever reads before the copy has run sees poison, not what was there.
                         # What is enqueued already may rightly use that, hence the condition.
                         poison(target)
-                    reached = reach(target, into), reach(source, origin)
+                    reached = reach(target, into, key), reach(source, origin, key)
                     run = functools.partial(self._run_copy, key, target.shape, *reached)
                     self._streams[stream].enqueue_copy(position, run)
                 self._tracker.use(origin, source, operation, is_write=False)
@@ -302,6 +302,8 @@ class CheckedCpuDevice(CpuDevice):
         Raises:
             BaseException: what a copy failed with, if nobody was told yet.
         """
+        if self._is_closed:
+            return
         failures = [f for event in self._drain() for f in event.failures if f.is_untold]
         for failure in failures:
             self._deliveries.deliver(failure)
@@ -327,10 +329,6 @@ class CheckedCpuDevice(CpuDevice):
     def _check_open(self) -> None:
         if self._is_closed:
             raise StateError(f"{self.name} was closed; open a new pool")
-
-
-def _fill(memory: torch.Tensor) -> None:
-    memory.fill_(POISON_BYTE)
 
 
 def _keep(tensor: torch.Tensor) -> None:

@@ -172,7 +172,12 @@ class CopyStream:
         self._state.operations.put(_Operation(_wait_of(self._state, event), position))
 
     def enqueue_untold(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in order, as what no event waits for. Any thread, at any moment."""
+        """Run ``work`` in order, as what no event waits for. Any thread, at any moment.
+
+        A closed stream forgets it: what is enqueued there would never run, nor go.
+        """
+        if self._is_closed:
+            return
         self._state.operations.put(_Operation(work))
 
     def close(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from .clocks import StreamKey
 from .layout import empty_like, offset_elements
 from .tracking import Buffer
 
@@ -29,6 +31,11 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(-1 if dtype.is_signed else torch.iinfo(dtype).max)
 
 
+def poison_memory(memory: torch.Tensor) -> None:
+    """Fill the bytes of a dense tensor, without an operator that somebody might be watching."""
+    ctypes.memset(memory.data_ptr(), POISON_BYTE, memory.numel() * memory.element_size())
+
+
 def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A host tensor laid out as ``like``, full of poison, and the memory under it.
 
@@ -40,7 +47,7 @@ def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     offset = offset_elements(like)
     size_bytes = layout.untyped_storage().nbytes() + offset * like.element_size()
     memory = torch.empty(size_bytes, dtype=torch.uint8)
-    memory.fill_(POISON_BYTE)
+    poison_memory(memory)
     storage = from_dlpack(memory).untyped_storage()
     tensor = torch.empty(0, dtype=like.dtype)
     tensor.set_(storage, offset, layout.shape, layout.stride())
@@ -48,20 +55,24 @@ def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor, memory
 
 
-def reach(tensor: torch.Tensor, buffer: Buffer | None) -> Callable[[], torch.Tensor | None]:
-    """A way to reach the tensor's memory later that does not keep a device's tensor alive.
+def reach(
+    tensor: torch.Tensor, buffer: Buffer, stream: StreamKey
+) -> Callable[[], torch.Tensor | None]:
+    """A way for ``stream`` to reach the tensor's memory later, without keeping it alive.
 
     Args:
         tensor: a tensor.
         buffer: what is known of its storage.
+        stream: who reaches for it.
 
     Returns:
         A function that gives a tensor over the same memory. For memory that compute allocated it
-        gives ``None`` once the storage was dropped. Host memory is kept alive, as accelerators keep
-        page-locked memory until copies are through.
+        gives ``None`` once the storage was dropped. Kept alive are host memory, as accelerators
+        keep page-locked memory until copies are through, and what ``stream`` is marked as using.
     """
+    is_kept = buffer.owner is None or stream in buffer.marked
     # A lazily conjugated or negated view is more than its place in memory.
-    if buffer is None or buffer.owner is None or tensor.is_conj() or tensor.is_neg():
+    if is_kept or tensor.is_conj() or tensor.is_neg():
         kept = tensor.detach()
         return lambda: kept
     dtype, offset = tensor.dtype, tensor.storage_offset()

@@ -252,6 +252,33 @@ def test_memory_dropped_in_the_order_of_its_own_stream_is_poisoned_behind_its_us
     assert pool.reports() == []
 
 
+def test_memory_of_compute_may_be_dropped_while_compute_is_watched(pool: CheckedPool) -> None:
+    device = pool.devices[0]
+    with device.compute_scope():
+        made = device.empty(torch.empty(4), Stream.COMPUTE, Category.ACTIVATIONS)
+        made.fill_(1.0)
+        del made
+        _ = torch.ones(4) * 2
+    del _
+    assert device.memory().allocated_bytes == 0
+
+
+def test_a_mark_holds_for_later_copies_of_the_same_stream(pool: CheckedPool) -> None:
+    device = pool.devices[0]
+    with device.compute_scope():
+        made = torch.ones(4) * 2
+    order(device, Stream.COMPUTE, Stream.OUTWARD)
+    device.mark_use(made, Stream.OUTWARD)
+    device.synchronize()
+    home = device.host_empty(made)
+    with pool.hold(Stream.OUTWARD):
+        device.copy(home, made, Stream.OUTWARD)
+        del made
+    device.synchronize()
+    assert torch.equal(home, torch.full((4,), 2.0))
+    assert pool.reports() == []
+
+
 def test_memory_waits_for_marked_uses_before_it_is_given_up() -> None:
     with open_cpu_pool(1, CpuChecks(limit_bytes=64)) as pool:
         device = pool.devices[0]

@@ -11,6 +11,7 @@ from roundpipe.devices.memory import new_tensor, poison, reach
 from roundpipe.devices.tracking import Buffer
 
 COMPUTE = StreamKey(0, Stream.COMPUTE)
+OUTWARD = StreamKey(0, Stream.OUTWARD)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,9 @@ def test_a_new_tensor_begins_where_its_model_does_relative_to_alignment() -> Non
     assert made.data_ptr() % 64 == model.data_ptr() % 64
 
 
+HOST = Buffer(torch.empty(1))
+
+
 def device_buffer(tensor: torch.Tensor, memory: torch.Tensor | None) -> Buffer:
     return Buffer(tensor, COMPUTE, Category.WEIGHTS, memory)
 
@@ -61,7 +65,7 @@ def test_memory_of_a_dropped_tensor_is_reached_with_its_layout() -> None:
     tensor, memory = new_tensor(torch.empty(3, 4))
     part = tensor.t()[1:3]
     part.fill_(5.0)
-    reached = reach(part, device_buffer(tensor, memory))
+    reached = reach(part, device_buffer(tensor, memory), OUTWARD)
     del tensor, part
     again = reached()
     assert again is not None
@@ -72,7 +76,7 @@ def test_memory_of_a_dropped_tensor_is_reached_with_its_layout() -> None:
 
 def test_what_compute_allocated_is_reached_only_while_it_lives() -> None:
     tensor = torch.arange(4.0)
-    reached = reach(tensor[1:], device_buffer(tensor, None))
+    reached = reach(tensor[1:], device_buffer(tensor, None), OUTWARD)
     again = reached()
     assert again is not None
     assert again.data_ptr() == tensor[1:].data_ptr()
@@ -80,9 +84,21 @@ def test_what_compute_allocated_is_reached_only_while_it_lives() -> None:
     assert reached() is None
 
 
+def test_what_a_stream_is_marked_as_using_is_kept_for_that_stream() -> None:
+    tensor = torch.arange(4.0)
+    buffer = device_buffer(tensor, None)
+    buffer.marked.add(OUTWARD)
+    kept = reach(tensor, buffer, OUTWARD)
+    dropped = reach(tensor, buffer, COMPUTE)
+    del tensor
+    assert dropped() is not None
+    del kept
+    assert dropped() is None
+
+
 def test_host_memory_is_kept() -> None:
     tensor = torch.arange(4.0, requires_grad=True)
-    reached = reach(tensor, None)
+    reached = reach(tensor, HOST, OUTWARD)
     del tensor
     again = reached()
     assert again is not None
@@ -92,6 +108,6 @@ def test_host_memory_is_kept() -> None:
 def test_a_conjugated_view_keeps_its_values() -> None:
     tensor, memory = new_tensor(torch.empty(2, dtype=torch.complex64))
     tensor.fill_(1 + 2j)
-    reached = reach(tensor.conj(), device_buffer(tensor, memory))()
+    reached = reach(tensor.conj(), device_buffer(tensor, memory), OUTWARD)()
     assert reached is not None
     assert torch.equal(reached, torch.tensor([1 - 2j, 1 - 2j]))
