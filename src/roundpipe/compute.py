@@ -24,7 +24,7 @@ from .errors import InvalidTypeError, StateError
 from .microbatch.tree import flatten, unflatten
 from .random_state import LayerRandomness, layer_seed
 from .stage_weights import BufferName, LayerOnDevice, StageWeights
-from .transfer import Border, Value
+from .transfer import Border, Origin, Value
 
 BufferSignature = dict[BufferName, tuple[torch.Tensor, int]]
 
@@ -54,6 +54,7 @@ class Place:
     phase: str | None = None
     layer: int | None = None
     microbatch: int | None = None
+    origin: Origin | None = None  # of a value that failed on its way home
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -185,8 +186,7 @@ class StageCompute:
     def _losses(self, chain: Chain, output: Any) -> list[torch.Tensor]:
         self._place.phase, self._place.layer = "loss", None
         leaves = [
-            leaf.fetch(self._device) if isinstance(leaf, Value) else leaf
-            for leaf in chain.label.leaves
+            self._fetch(leaf) if isinstance(leaf, Value) else leaf for leaf in chain.label.leaves
         ]
         label = unflatten(chain.label.structure, leaves)
         if self._call.loss_fn is None:
@@ -200,7 +200,7 @@ class StageCompute:
             losses = [loss * chain.weight for loss in losses]
         for loss in losses:
             value = Value()
-            value.bring_home(self._device, loss.detach())
+            value.bring_home(self._device, loss.detach(), self._task.label)
             chain.losses.append(value)
         differentiable = [loss for loss in losses if loss.requires_grad]
         if not differentiable:
@@ -250,7 +250,7 @@ class StageCompute:
                 )
             roots.append(leaf)
             # Read only: autograd adds out of place to what others hold.
-            grads.append(value.grad.fetch(self._device, read_only=True))
+            grads.append(self._fetch(value.grad, read_only=True))
             value.grad = None
         return roots, grads
 
@@ -326,12 +326,20 @@ class StageCompute:
 
     # --- state in and out --------------------------------------------------------------------
 
+    def _fetch(self, value: Value, read_only: bool = False) -> torch.Tensor:
+        """The value on the device; a failure is that of its upload, or of its way home before."""
+        try:
+            return value.fetch(self._device, read_only)
+        except BaseException:
+            place = self._place
+            place.phase, place.layer = "upload", None
+            if value.failed_on_the_way_home():
+                place.phase, place.origin = "download", value.origin
+            raise
+
     def _enter(self, border: Border) -> _State:
         """The state on the device, with leaves for what requires grad."""
-        device = self._device
-        phase, self._place.phase = self._place.phase, "upload"
-        raw = {id(value): value.fetch(device) for value in border.values()}
-        self._place.phase = phase
+        raw = {id(value): self._fetch(value) for value in border.values()}
         tensors = dict(raw)
         state = _State(None)
         if torch.is_grad_enabled():
@@ -409,7 +417,7 @@ class StageCompute:
         device.account(tensor, Category.ACTIVATIONS)
         kept = stays and not device.shares_host_memory and self._has_room(tensor)
         if saved or not kept:
-            value.bring_home(device, tensor)
+            value.bring_home(device, tensor, self._task.label)
         if kept:
             value.keep(device, tensor)
             self._keep(value)
@@ -420,7 +428,7 @@ class StageCompute:
         """A value that layers only passed through: it is home already, as a rule."""
         kept = stage_end and self._keep_copy(value, raw)
         if not value.has_host and (saved or (stage_end and not (kept and stays))):
-            value.bring_home(self._device, raw if stage_end else raw.clone())
+            value.bring_home(self._device, raw if stage_end else raw.clone(), self._task.label)
 
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, copied if it lies in a parameter or buffer that later calls change."""
@@ -469,7 +477,7 @@ class StageCompute:
         snapshot = {}
         for key, tensor in buffers.items():
             value = Value()
-            value.bring_home(self._device, tensor.detach().clone())
+            value.bring_home(self._device, tensor.detach().clone(), self._task.label)
             snapshot[key] = value
         return snapshot
 
@@ -478,7 +486,7 @@ class StageCompute:
         history = self._call.histories.get(index)
         if history is not None:
             before = history.before[chain.index]
-            tensors = {key: value.fetch(self._device) for key, value in before.items()}
+            tensors = {key: self._fetch(value) for key, value in before.items()}
             self._weights.layers[index].set_buffers(tensors)
 
 

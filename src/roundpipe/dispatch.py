@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -230,7 +230,7 @@ class _DeviceRun:
     ) -> StageWeights | None:
         """Run a task's microbatches. Returns the next task's weights, if they are on their way."""
         run, call = self._run, self._run.call
-        self._place.phase = "upload"
+        self._at_upload()
         weights.arrive()
         compute = StageCompute(
             call, task, self._device, weights, run.engine.randomness, self._place,
@@ -277,32 +277,39 @@ class _DeviceRun:
     def _begin(self, task: StageTask) -> StageWeights:
         """Start the upload of a task's weights once they may be read."""
         run = self._run
-        self._place.phase = "upload"
+        self._at_upload()
         who = f"{self._device.name}, stage {task.label}"
         for index in task.layers:
             run.engine.store.wait_readable(index, run.call.version, who, run.scope)
         return self._make(task)
 
     def _make(self, task: StageTask) -> StageWeights:
-        engine = self._run.engine
-        phase, self._place.phase = self._place.phase, "upload"
+        engine, before, running = self._run.engine, replace(self._place), self._task
+        self._task = task
+        self._at_upload()
         weights = StageWeights(
             self._device, engine.store, task.layers, task.replica,
             keeps_grad=task.phase is not Phase.FORWARD, accumulate_dtype=engine.accumulate_dtype,
         )  # fmt: skip
         self._resident.append(weights)
         self._begun += 1
-        self._place.phase = phase
+        self._task = running
+        self._place.phase, self._place.layer = before.phase, before.layer
+        self._place.microbatch = before.microbatch
         return weights
+
+    def _at_upload(self) -> None:
+        self._place.phase, self._place.layer, self._place.microbatch = "upload", None, None
 
     # --- failures ----------------------------------------------------------------------------
 
     def _report(self, error: BaseException) -> None:
         engine, place = self._run.engine, self._place
         layer = None if place.layer is None else engine.store.layers[place.layer].label
+        stage, device = place.origin or (self._task.label, self._device.name)
         where = Where(
-            model=engine.name, layer=layer, stage=self._task.label, microbatch=place.microbatch,
-            phase=place.phase, device=self._device.name,
+            model=engine.name, layer=layer, stage=stage, microbatch=place.microbatch,
+            phase=place.phase, device=device,
         )  # fmt: skip
         if self._run.scope.fail(error):
             add_where(error, where)

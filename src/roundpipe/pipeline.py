@@ -20,7 +20,7 @@ from .autograd import Bridge
 from .calls import Call, Chain, LossFunction
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from .context import CallerContext
-from .costs import layer_bytes, stage_limit_bytes
+from .costs import estimated_costs, machine_of, plan_from_sizes
 from .devices import DevicePool, open_pool
 from .dispatch import Engine, Run, backward_stages, forward_stages, schedule
 from .errors import (
@@ -35,7 +35,7 @@ from .microbatch import Batch, merge_outputs, packed_count, split_batch
 from .microbatch.tree import flatten, unflatten
 from .parameters import ParameterStore
 from .pinning import pin_parameters
-from .plan import ModelExecutePlan, default_plan
+from .plan import LayerCosts, Machine, ModelExecutePlan
 from .random_state import LayerRandomness, draw_call_seed
 from .stepping import Stepper, masters_visible
 from .trace import EventLog
@@ -162,10 +162,7 @@ class RoundPipe(nn.Module):
             stages = forward_stages(call.plan, run_type, self._first_trainable(call))
             with self._effects(call):
                 self._run(call, stages)
-                with self._station("download"):
-                    outputs = self._outputs(call)
-                with self._station("merge"):
-                    merged = self._merge(call, outputs)
+                merged = self._merge(call, self._outputs(call))
                 self._commit_buffers(call)
             return merged
 
@@ -221,12 +218,10 @@ class RoundPipe(nn.Module):
             merged = None
             with self._effects(call):
                 self._run(call, stages)
-                with self._station("download"):
-                    losses = _sum_losses(call)
-                    outputs = [c.output.home() for c in call.chains if c.output is not None]
+                losses = _sum_losses(call)
                 if return_outputs:
-                    with self._station("merge"):
-                        merged = self._merge(call, outputs)
+                    outputs = [c.output.home() for c in call.chains if c.output is not None]
+                    merged = self._merge(call, outputs)
                 self._give_input_gradients(call)
                 self._commit_buffers(call)
             return (losses, merged) if return_outputs else losses
@@ -262,7 +257,7 @@ class RoundPipe(nn.Module):
 
     def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
         engine = self._engine
-        plan = config.execute_plan or self._default_plan(run_type)
+        plan = config.execute_plan or self._default_plan(run_type, len(batch.microbatches))
         plan.check_valid(len(engine.store.layers), run_type)
         keep_grad = run_type != "infer"
         chains = []
@@ -287,15 +282,23 @@ class RoundPipe(nn.Module):
         self.__dict__["_calls"] += 1
         return call
 
-    def _default_plan(self, run_type: str) -> ModelExecutePlan:
-        plan: ModelExecutePlan | None = self._plans.get(run_type)
+    def _default_plan(self, run_type: str, num_microbatch: int) -> ModelExecutePlan:
+        key = (run_type, num_microbatch)
+        plan: ModelExecutePlan | None = self._plans.get(key)
         if plan is None:
+            layers = [layer.module for layer in self._engine.store.layers]
             devices = self._engine.pool.devices
-            sizes = [layer_bytes(layer.module) for layer in self._engine.store.layers]
-            limit = stage_limit_bytes(devices)
-            plan = default_plan(run_type, sizes, len(devices), stage_limit=limit)
-            self._plans[run_type] = plan
+            plan = self._plans[key] = plan_from_sizes(run_type, layers, devices, num_microbatch)
         return plan
+
+    def plan_costs(self) -> LayerCosts:
+        """What the layers cost, for :meth:`ModelExecutePlan.auto`: estimated from their sizes."""
+        layers = [layer.module for layer in self._engine.store.layers]
+        return estimated_costs(layers, self.name)
+
+    def plan_machine(self) -> Machine:
+        """The devices, for :meth:`ModelExecutePlan.auto`."""
+        return machine_of(self._engine.pool.devices)
 
     def _first_trainable(self, call: Call) -> int:
         """The first layer behind which gradients are wanted."""
@@ -327,17 +330,10 @@ class RoundPipe(nn.Module):
         try:
             yield
         except BaseException as error:
-            if call.keeps_grad and (store.drop_gradients() or accumulated):
+            if call.keeps_grad:
+                store.drop_gradients()
+            if accumulated:
                 add_where(error, Where(model=self.name), DROPPED)
-            raise
-
-    @contextlib.contextmanager
-    def _station(self, phase: str) -> Iterator[None]:
-        """Around a station on the caller's thread: a failure in it says where it was."""
-        try:
-            yield
-        except BaseException as error:
-            add_where(error, Where(model=self.name, phase=phase))
             raise
 
     def _run(self, call: Call, stages: Any) -> None:
@@ -346,16 +342,28 @@ class RoundPipe(nn.Module):
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
         with engine.randomness.watch_call(self.name):
             Run(engine, call, tasks).execute()
-        with self._station("download"):
+        for value, microbatch in self._homecoming(call):
             # What failed on its way home fails the call now, before anything has taken effect.
-            for history in call.histories.values():
-                for value in history.latest.values():
-                    value.home()
-            for chain in call.chains:
-                for _, value in chain.sources:
-                    if value.grad is not None:
-                        value.grad.home()
+            try:
+                value.home()
+            except BaseException as error:
+                stage, device = value.origin or (None, None)
+                where = Where(self.name, None, stage, microbatch, "download", device)
+                add_where(error, where)
+                raise
         self._stepper.raise_failure()
+
+    def _homecoming(self, call: Call) -> Iterator[tuple[Value, int | None]]:
+        """What a run sends home, each with its microbatch."""
+        for history in call.histories.values():
+            yield from ((value, None) for value in history.latest.values())
+        output = len(self._engine.store.layers)
+        for chain in call.chains:
+            values = [*chain.losses, *(v.grad for _, v in chain.sources if v.grad is not None)]
+            border = chain.output if call.run_type == "fused" else chain.borders.get(output)
+            if border is not None:
+                values += border.values()
+            yield from ((value, chain.index) for value in values)
 
     def _commit_buffers(self, call: Call) -> None:
         """Write what the layers' forwards made of their buffers into the user's model."""
@@ -413,8 +421,12 @@ class RoundPipe(nn.Module):
 
     def _merge(self, call: Call, outputs: list[Any]) -> Any:
         device = call.config.output_device
-        merged = merge_outputs(outputs, call.config.merge_output)
-        return merged if device.type == "cpu" else _move(merged, device)
+        try:
+            merged = merge_outputs(outputs, call.config.merge_output)
+            return merged if device.type == "cpu" else _move(merged, device)
+        except BaseException as error:
+            add_where(error, Where(model=self.name, phase="merge"))
+            raise
 
     def _give_input_gradients(self, call: Call) -> None:
         """Inputs that require grad receive theirs, through whatever graph they come from."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,13 @@ from .microbatch.tree import Structure, flatten, unflatten
 CHUNK_BYTES = 16 * 1024 * 1024  # a late activation never waits for more than this much of weights
 
 
+class Origin(NamedTuple):
+    """Where a value was made: what the note on a failure on its way home says."""
+
+    stage: str
+    device: str
+
+
 class Value:
     """One tensor between stages: a host copy, copies on devices, and its gradient.
 
@@ -26,9 +33,10 @@ class Value:
         requires_grad: whether the tensor required grad where it was made.
         grad: gradient of the run's losses with respect to it, summed over the stages that have
             run backward so far.
+        origin: where it was made, if it was made in the pipeline.
     """
 
-    __slots__ = ("_copies", "_host", "_host_ready", "grad", "requires_grad")
+    __slots__ = ("_copies", "_host", "_host_ready", "grad", "origin", "requires_grad")
 
     def __init__(self, host: torch.Tensor | None = None, requires_grad: bool = False) -> None:
         self._host = host
@@ -36,6 +44,7 @@ class Value:
         self._copies: dict[Device, tuple[torch.Tensor, Event]] = {}
         self.requires_grad = requires_grad
         self.grad: Value | None = None
+        self.origin: Origin | None = None
 
     @property
     def has_host(self) -> bool:
@@ -98,9 +107,18 @@ class Value:
         device.mark_use(tensor, Stream.COMPUTE)
         return tensor
 
-    def bring_home(self, device: Device, tensor: torch.Tensor) -> None:
-        """Start making the host copy from ``tensor``, which ``device`` computed."""
+    def bring_home(self, device: Device, tensor: torch.Tensor, stage: str) -> None:
+        """Start making the host copy from ``tensor``, which ``device`` computed in ``stage``."""
+        self.origin = Origin(stage, device.name)
         self._host, self._host_ready = download(device, tensor)
+
+    def failed_on_the_way_home(self) -> bool:
+        """Whether it was the download that failed; asked when the value could not be had."""
+        try:
+            self.home()
+        except BaseException:  # noqa: BLE001 - it is on its way to the user already
+            return self._host_ready is not None
+        return False
 
     def home(self) -> torch.Tensor:
         """The host copy, complete. Blocks the calling thread until it is.
