@@ -15,6 +15,7 @@ from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.argtree import ArgumentTree
 from roundpipe.microbatch.columns import columns_from_trees
 from roundpipe.microbatch.cutting import cut
+from roundpipe.microbatch.dtensor import is_dtensor
 from roundpipe.microbatch.joining import Manner
 from roundpipe.microbatch.merge import join_columns
 from roundpipe.microbatch.notices import warn_once
@@ -113,13 +114,22 @@ def _column(tree: ArgumentTree, index: int, count: int, align: bool) -> Sequence
     if dim is None or rows is None:
         return [leaf] * count
     if rows < count and not (align and leaf.shape[dim] >= count):
-        raise InvalidValueError(
-            f"{tree.path(index)} has shape {tuple(leaf.shape)} and {rows} entries along dimension "
-            f"{dim}, fewer than chunks={count}; use fewer chunks, or {tree.ways_out}"
-        )
+        raise _too_small(tree, index, count)
     pieces = cut(leaf, dim, count, tree.where(index), align=align)
     if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf:
         for piece in pieces:
             if piece.requires_grad:  # torch's stages read the gradient of each piece
                 piece.retain_grad()
     return pieces
+
+
+def _too_small(tree: ArgumentTree, index: int, count: int) -> InvalidValueError:
+    leaf, dim, rows = tree.leaves[index], tree.dims[index], tree.rows[index]
+    where, ways = "", tree.ways_out
+    if is_dtensor(leaf) and leaf.shape[dim] != rows:
+        where = " in its largest shard"
+        ways = f"align=True, or {ways}" if leaf.shape[dim] >= count else ways
+    return InvalidValueError(
+        f"{tree.path(index)} has shape {tuple(leaf.shape)}; dimension {dim} has size {rows}"
+        f"{where}, fewer than chunks={count}; use fewer chunks, or {ways}"
+    )

@@ -100,8 +100,8 @@ def _column(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) ->
     elif rows < count:
         raise InvalidValueError(
             f"{tree.path(index)} has shape {_shape(leaf)}; its spec cuts dimension {dim}, which "
-            f"has {rows} entries, fewer than the {count} microbatches; give Replicate, or a "
-            "smaller num_microbatch"
+            f"has size {rows}, fewer than the {count} microbatches; give Replicate, or a smaller "
+            "num_microbatch"
         )
     return cut(leaf, dim, count, tree.where(index))
 

@@ -305,7 +305,7 @@ class TestSpecs:
         assert all(m.label[1] is label[1] for m in batch.microbatches)
 
     def test_a_cut_dimension_that_is_too_small_is_an_error(self) -> None:
-        text = r"kwargs\['y'\] has shape \(4, 2\); its spec cuts dimension 1, which has 2 entries"
+        text = r"kwargs\['y'\] has shape \(4, 2\); its spec cuts dimension 1, which has size 2"
         spec = (None, {"y": TensorChunkSpec(1)})
         with pytest.raises(InvalidValueError, match=text):
             split_batch((torch.ones(4),), {"y": torch.ones(4, 2)}, None, 4, split_input=spec)
