@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.optim.base import KernelOptimizer, Plan, State, next_step
+from roundpipe.optim.base import KernelOptimizer, Plan, next_step
 from roundpipe.optim.native import Algorithm
-from roundpipe.optim.updates import Group
+from roundpipe.optim.updates import Group, State
 
 
 def _decay(group: Group) -> tuple[float, float]:

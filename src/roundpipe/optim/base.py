@@ -14,9 +14,7 @@ from roundpipe.optim.fallback import torch_step, torch_step_rounded
 from roundpipe.optim.layout import like
 from roundpipe.optim.moments import rounding_seed
 from roundpipe.optim.native import Algorithm, Kernels, Task, load_kernels
-from roundpipe.optim.updates import Binding, Group, Update, kernels_take, split, updates_of
-
-State = dict[str, Any]
+from roundpipe.optim.updates import Binding, Group, State, Update, kernels_take, split, updates_of
 
 LARGE_TENSOR_BYTES = 4 << 20
 
@@ -174,6 +172,11 @@ class KernelOptimizer(torch.optim.Optimizer):
             self._kernel_step(kernels, ours, grad_scale)
         if others:
             self._torch_step(others, grad_scale, prefer_fused=kernels is None)
+        # The kernels, torch's fused ones too, write behind autograd's back: a backward that needs
+        # an overwritten value must still notice.
+        written = [update.param for update in updates]
+        written += [update.published for update in updates if update.published is not None]
+        torch.autograd.graph.increment_version(written)
 
     def _torch_step(self, updates: list[Update], grad_scale: float, prefer_fused: bool) -> None:
         rounded, usual = split(updates, lambda u: self._moment_dtype(u.param) != u.param.dtype)
@@ -210,11 +213,6 @@ class KernelOptimizer(torch.optim.Optimizer):
             state.update(plan.moments)
             for name, value in plan.after.items():
                 state[name].fill_(value)
-        # The kernels write behind torch's back: autograd must still notice it if a graph needs the
-        # old value.
-        written = [task.param for task in tasks]
-        written += [task.published for task in tasks if task.published is not None]
-        torch.autograd.graph.increment_version(written)
 
     def _planned(self, update: Update) -> tuple[State, Plan]:
         group, param = update.group, update.param

@@ -8,8 +8,9 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from roundpipe.optim.layout import is_dense, like, same_layout
 from roundpipe.optim.moments import round_moment, rounding_seed
-from roundpipe.optim.updates import Group, Update, split
+from roundpipe.optim.updates import Group, State, Update, split
 
 
 def torch_step(
@@ -37,7 +38,7 @@ def torch_step(
         _step_shadow(optimizer, torch_class, [(u, u.param) for u in together], prefer_fused)
     for update in singly:
         stand_in = update.param.detach()
-        grad = update.grad.to(update.param.dtype)
+        grad = like(stand_in, update.grad, update.param.dtype)
         stand_in.grad = grad * grad_scale if grad_scale != 1 else grad
         _step_shadow(optimizer, torch_class, [(update, stand_in)], prefer_fused)
         if update.published is not None:
@@ -87,9 +88,6 @@ def _step_shadow(
     for update, param in stepped:
         group = groups.setdefault(id(update.group), {**update.group, "params": []})
         group["params"].append(param)
-    if prefer_fused:
-        for group in groups.values():
-            _choose_fused(group)
     shadow = object.__new__(torch_class)
     shadow.__dict__.update(optimizer.__dict__)
     shadow.param_groups = list(groups.values())
@@ -97,6 +95,10 @@ def _step_shadow(
     for update, param in stepped:
         if update.param in optimizer.state:
             shadow.state[param] = optimizer.state[update.param]
+    if prefer_fused:
+        for group in groups.values():
+            if all(_fits_fused(param, shadow.state.get(param, {})) for param in group["params"]):
+                _choose_fused(group)
     # Without torch's wrapper around it: hooks and the profiler's span belong to the outer step.
     inspect.unwrap(torch_class.step)(shadow)
     for update, param in stepped:
@@ -105,10 +107,20 @@ def _step_shadow(
 
 
 def _choose_fused(group: Group) -> None:
+    """Torch's fused kernels, if it has them for this optimizer and the user did not choose."""
     unset = "fused" in group and group["fused"] is None and group.get("foreach") is None
-    plain = all(
-        param.device.type == "cpu" and param.is_floating_point() and not param.grad.is_sparse
-        for param in group["params"]
-    )
-    if unset and plain and not group["differentiable"]:
+    if unset and not group["differentiable"]:
         group["fused"] = True
+
+
+def _fits_fused(param: Tensor, state: State) -> bool:
+    """Whether torch's fused CPU kernels compute this parameter right.
+
+    They walk all tensors in memory order, and do not check that it is the same order for all.
+    """
+    if param.device.type != "cpu" or not param.is_floating_point() or not is_dense(param):
+        return False
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    if param.grad is not None:
+        tensors.append(param.grad)
+    return all(t.layout is torch.strided and same_layout(t, param) for t in tensors)

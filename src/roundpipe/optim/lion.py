@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
-from roundpipe.optim.base import KernelOptimizer, Plan, State
+from roundpipe.optim.base import KernelOptimizer, Plan
 from roundpipe.optim.native import Algorithm
-from roundpipe.optim.updates import Group
+from roundpipe.optim.updates import Group, State
 
 
 class TorchLion(torch.optim.Optimizer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roundpipe.optim.base import KernelOptimizer, Plan, State, next_step, scalar_dtype
+from roundpipe.optim.base import KernelOptimizer, Plan, next_step, scalar_dtype
 from roundpipe.optim.native import Algorithm
-from roundpipe.optim.updates import Group
+from roundpipe.optim.updates import Group, State
 
 
 class SGD(KernelOptimizer, torch.optim.SGD):

@@ -14,6 +14,7 @@ from roundpipe.optim.layout import is_dense, same_layout
 from roundpipe.optim.native import DTYPE_CODES
 
 Group = dict[str, Any]
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ def updates_of(groups: list[Group], bindings: Mapping[Tensor, Binding] | None) -
 
 
 def _check_bound(param: Tensor, name: str, tensor: Tensor) -> None:
+    if param.device.type != "cpu":
+        raise InvalidTypeError(
+            f"a {name} tensor is bound to a parameter of shape {tuple(param.shape)} on "
+            f"{param.device}; expected a parameter on the CPU: set .grad and call step() for others"
+        )
     if tensor.dtype not in DTYPE_CODES or not _is_plain(tensor):
         raise InvalidTypeError(
             f"the {name} tensor of a parameter of shape {tuple(param.shape)} is a "

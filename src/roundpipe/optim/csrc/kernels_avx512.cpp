@@ -11,9 +11,8 @@
 // After the standard headers: what they define inline may be shared with other units and must stay
 // baseline.
 #if defined(__clang__)
-#pragma clang attribute push(                                                                 \
-    __attribute__((                                                                           \
-        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512"))), \
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
     apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
