@@ -6,6 +6,7 @@ all pieces, then recomputed one by one in the backward, as on separate devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.hf import CutModel
 from roundpipe.microbatch.tree import flatten, unflatten
 
@@ -191,3 +193,71 @@ def _leaf(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def run_as_roundpipe(
+    cut: CutModel, batch: Mapping[str, torch.Tensor], num_microbatch: int, grain: str
+) -> torch.Tensor:
+    """One training call of the engine on two CPU devices; gradients go to the parameters' grad."""
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch, recompute_grain=grain)
+    with RoundPipe(cut.layers, devices="cpu:2", model_run_config=config) as pipe:
+        loss = pipe.forward_backward(input_kwargs=dict(batch), loss_fn=_own_loss)
+        pipe.synchronize()
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def _own_loss(output: Any, label: object) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def take_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients by name; afterwards the model has none."""
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return grads
+
+
+def difference(got: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """The largest difference, relative to the largest number of its tensor; 0 if all bits agree.
+
+    A gradient that is missing on one side counts as zero.
+    """
+    worst = 0.0
+    for name in got.keys() | expected.keys():
+        pair = [t.double() for t in (got.get(name), expected.get(name)) if t is not None]
+        a, b = pair if len(pair) == 2 else (pair[0], torch.zeros_like(pair[0]))
+        if not torch.equal(a, b):
+            relative = float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+            assert not math.isnan(relative), f"{name} is not a number"
+            worst = max(worst, relative)
+    return worst
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every dropout and every random noise of a tiny model to 0."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            random = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
+            if random and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """All that a cut must not change in a model, apart from the library's own collecting hooks."""
+    tensors = [
+        (n, id(t), t._version) for n, t in (*model.named_parameters(), *model.named_buffers())
+    ]
+    modules = [
+        (name, id(module), type(module), sorted(vars(module)), module.training)
+        for name, module in model.named_modules()
+    ]
+    hooks = [
+        len(getattr(module, kind))
+        for module in model.modules()
+        for kind in ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    ]
+    config: Any = model.config
+    return tensors, modules, hooks, config.to_dict()

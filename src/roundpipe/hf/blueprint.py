@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from roundpipe.hf import private
 from roundpipe.hf.refusal import CutRefusedError
 from roundpipe.hf.stubs import is_plain
 from roundpipe.microbatch.tree import Structure, flatten, unflatten
@@ -19,16 +20,20 @@ class LeafSpec:
 
     Attributes:
         dtype: the tensor's dtype; ``None`` if the leaf is a constant.
-        sizes: for each dimension its size, or (argument leaf, dimension) that has the same size.
+        like: the argument leaf that has the same shape, if there is one.
+        sizes: else for each dimension its size, or (argument leaf, dimension) of the same size.
         value: the constant.
     """
 
     dtype: torch.dtype | None
+    like: int | None = None
     sizes: tuple[int | tuple[int, int], ...] = ()
     value: Any = None
 
     def shape(self, arguments: list[Any]) -> tuple[int, ...]:
         """The shape, given the leaves of the arguments of the call."""
+        if self.like is not None:
+            return tuple(arguments[self.like].shape)
         return tuple(
             size if isinstance(size, int) else arguments[size[0]].shape[size[1]]
             for size in self.sizes
@@ -75,7 +80,7 @@ def learn_output(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     specs = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            specs.append(LeafSpec(leaf.dtype, _learn_sizes(leaf, arguments)))
+            specs.append(_learn_leaf(leaf, arguments))
         elif is_plain(leaf):
             specs.append(LeafSpec(None, value=leaf))
         else:
@@ -83,16 +88,17 @@ def learn_output(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> 
     return OutputSpec(structure, tuple(specs))
 
 
-def _learn_sizes(tensor: torch.Tensor, arguments: list[Any]) -> tuple[int | tuple[int, int], ...]:
+def _learn_leaf(tensor: torch.Tensor, arguments: list[Any]) -> LeafSpec:
     inputs = [(i, a) for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
     for index, value in inputs:
         if value.shape == tensor.shape and value.dtype == tensor.dtype:
-            return tuple((index, dim) for dim in range(tensor.ndim))
+            return LeafSpec(tensor.dtype, like=index)
     by_size: dict[int, tuple[int, int]] = {}
     for index, value in inputs:
         for dim, size in enumerate(value.shape):
             by_size.setdefault(size, (index, dim))
-    return tuple(size if size == 1 else by_size.get(size, size) for size in tensor.shape)
+    sizes = tuple(size if size == 1 else by_size.get(size, size) for size in tensor.shape)
+    return LeafSpec(tensor.dtype, sizes=sizes)
 
 
 def _argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -182,10 +188,33 @@ class Blueprint:
                 "return_dict=False is not supported",
                 "leave return_dict out and call .to_tuple() on the output",
             )
+        if "is_causal" in kwargs:
+            # The library writes it into the config for the time of a forward, and pieces of several
+            # microbatches run at a time over one config.
+            raise CutRefusedError(
+                self.model_class,
+                "is_causal is not supported as an argument",
+                "set is_causal in the config of the model",
+            )
         checked = dict(kwargs)
         if self.takes_use_cache:
             checked["use_cache"] = False
         return checked
+
+
+def refuse_collecting(model_class: str, layer: str, names: Iterable[str]) -> None:
+    """Refuse if the library collects something from a layer that a piece cannot hand on.
+
+    Raises:
+        CutRefusedError: that is so; its ``part`` is the layer.
+    """
+    if refused := private.per_layer_outputs(names):
+        raise CutRefusedError(
+            model_class,
+            f"its forward collects {' and '.join(refused)} of {layer} and all its neighbours",
+            "leave output_hidden_states and output_attentions out of the arguments and the config",
+            layer,
+        )
 
 
 def call_value(call: int, leaf: int) -> str:

@@ -56,8 +56,8 @@ class _Replayed:
         for key, value in kwargs.items():
             _refill(value, call.kwargs_after[key])
         collector = private.active_collector()
-        for key in collector or ():
-            collector[key].extend(call.collected.get(key, ()))  # type: ignore[index]
+        for key in collector:
+            collector[key].extend(call.collected.get(key, ()))
         return call.output
 
 

@@ -13,7 +13,7 @@ from roundpipe.errors import add_note
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis, analyse, candidate_lists
 from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
-from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output
+from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output, refuse_collecting
 from roundpipe.hf.check import check_cut, check_output
 from roundpipe.hf.example import default_example, takes_use_cache
 from roundpipe.hf.layer import LayerPiece
@@ -189,6 +189,9 @@ class _Cutter:
         index = {id(element): i for i, element in enumerate(self.analysis.elements)}
         specs = []
         for call in self.analysis.calls:
+            refuse_collecting(
+                class_name(self.model), self.names[id(call.module)], tuple(call.collected)
+            )
             output = learn_output(call.args, dict(call.kwargs), call.output)
             if output is None:
                 raise CutRefusedError(

@@ -78,8 +78,8 @@ class LearningRun:
 
     def _collect(self, call: int) -> None:
         collector = private.active_collector()
-        for key in collector or ():
-            collector[key].extend(self._layer_calls[call].collected.get(key, ()))  # type: ignore[index]
+        for key in collector:
+            collector[key].extend(self._layer_calls[call].collected.get(key, ()))
 
 
 def learn_tail(

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from roundpipe.hf import private
-from roundpipe.hf.blueprint import Blueprint, LeafSpec, call_index, call_value
+from roundpipe.hf.blueprint import (
+    Blueprint,
+    LeafSpec,
+    call_index,
+    call_value,
+    refuse_collecting,
+)
 from roundpipe.hf.encode import Encoder
 from roundpipe.hf.plan import (
     Arguments,
@@ -87,11 +93,10 @@ class PrefixRun:
         """Record the call and return tokens; at the last call, leave the forward."""
         index = len(self._calls)
         spec = self._blueprint.expected_call(index, element)
-        collector = private.active_collector()
+        collect = tuple(private.active_collector())
+        refuse_collecting(self.model_class, self._blueprint.elements[element], collect)
         grad = torch.is_grad_enabled()
-        self._calls.append(
-            (self._encoder.arguments(args, kwargs), grad, tuple(collector) if collector else ())
-        )
+        self._calls.append((self._encoder.arguments(args, kwargs), grad, collect))
         if index + 1 == len(self._blueprint.calls):
             if not grad:
                 raise CutRefusedError(
@@ -135,7 +140,6 @@ class PrefixRun:
         after = max(
             self._after[n] for e in arguments.exprs() for n in e.reads() if n in self._after
         )
-        self._check_parameters(after, arguments)
         roots = roots_of((args, kwargs))
         number = len(self._operations)
         results: list[str | None] = []
@@ -216,6 +220,7 @@ class PrefixRun:
         operations: dict[int, list[Operation]] = defaultdict(list)
         for after, operation in reversed(self._operations):
             if any(name in last_use for name in operation.results):
+                self._check_parameters(after, operation.arguments)
                 operations[after].insert(0, operation)
                 use(operation.arguments.exprs(), after)
         drops: dict[int, set[str]] = defaultdict(set)

@@ -5,7 +5,7 @@ Each name has a test in ``tests/hf/test_private.py``, so that an upgrade fails t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,18 @@ def is_cache(value: object) -> bool:
     return isinstance(value, Cache)
 
 
-def active_collector() -> dict[str, list[Any]] | None:
+def active_collector() -> dict[str, list[Any]]:
     """What the innermost running model collects from its layers, by output name."""
     if _capturing is None:
-        return None
-    collector: dict[str, list[Any]] | None = _capturing._active_collector.get()
-    return collector
+        return {}
+    # Besides the lists the library keeps settings in it.
+    collector = _capturing._active_collector.get() or {}
+    return {key: values for key, values in collector.items() if isinstance(values, list)}
+
+
+def per_layer_outputs(names: Iterable[str]) -> list[str]:
+    """Those of the output names that have one entry per layer and cannot be cut."""
+    return sorted(_NOT_COLLECTED.intersection(names))
 
 
 @contextmanager

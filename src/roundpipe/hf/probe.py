@@ -56,7 +56,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Use:
-    """A parameter is passed to an operation."""
+    """A parameter is passed to an operation or a module."""
 
     parameter: nn.Parameter
 
@@ -117,10 +117,13 @@ class _Watcher(TorchFunctionMode):
         result = func(*args, **kwargs)
         # Shape or dtype of a parameter can be had without the parameter.
         if self._depth == 0 and isinstance(result, (torch.Tensor, tuple, list)):
-            for value in _flat([*args, *kwargs.values()]):
-                if isinstance(value, nn.Parameter):
-                    self.events.append(Use(value))
+            self._note_parameters([*args, *kwargs.values()])
         return result
+
+    def _note_parameters(self, arguments: Iterable[Any]) -> None:
+        for value in _flat(arguments):
+            if isinstance(value, nn.Parameter):
+                self.events.append(Use(value))
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -139,11 +142,14 @@ class _Watcher(TorchFunctionMode):
         call = ModuleCall(module)
         self._stack.append(call)
         if self._depth == 0:
+            self._note_parameters([*args, *kwargs.values()])
             self.events.append(Enter(call))
         if id(module) in self._layers:
             self._depth += 1
             call.args, call.kwargs = snapshot(args), snapshot(kwargs)
-            call.collected = {key: list(values) for key, values in _collector().items()}
+            call.collected = {
+                key: list(values) for key, values in private.active_collector().items()
+            }
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -153,7 +159,9 @@ class _Watcher(TorchFunctionMode):
             self._depth -= 1
             call.args_after, call.kwargs_after = snapshot(args), snapshot(kwargs)
             before = call.collected
-            call.collected = {k: v[len(before.get(k, ())) :] for k, v in _collector().items()}
+            call.collected = {
+                k: v[len(before.get(k, ())) :] for k, v in private.active_collector().items()
+            }
         if self._depth == 0:
             call.output = snapshot(output)
             self.events.append(Leave(call))
@@ -170,10 +178,6 @@ def _outside_of(model: nn.Module, layers: set[int]) -> list[nn.Module]:
             if id(module) not in layers:
                 waiting += list(module.children())
     return list(found.values())
-
-
-def _collector() -> Mapping[str, list[torch.Tensor]]:
-    return private.active_collector() or {}
 
 
 def snapshot(value: Any) -> Any:

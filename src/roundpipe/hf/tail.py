@@ -85,8 +85,8 @@ class TailRun:
     def _collect(self, call: int) -> None:
         """Give the library's collector what was caught inside the real layer."""
         collector = private.active_collector()
-        for key in collector or ():
+        for key in collector:
             index = 0
             while (name := collected_value(call, key, index)) in self._state.tensors:
-                collector[key].append(self._state.tensors[name])  # type: ignore[index]
+                collector[key].append(self._state.tensors[name])
                 index += 1
