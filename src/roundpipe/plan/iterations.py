@@ -128,17 +128,18 @@ class IterationClock:
     def state(self) -> tuple[int, list[float]]:
         """All that the future depends on: whose turn it is, and what will be waited for.
 
-        Times are relative to the first moment at which a device is free; what lies before it
-        delays nothing any more. On a uniform machine any device's turn is like any other's.
+        Times are relative to the first moment at which a device is free that was ever used; what
+        lies before it delays nothing any more, and a device that was never used says so. On a
+        uniform machine any device's turn is like any other's.
         """
-        now = min(self.clock.free)
-        times = [*self.clock.state(), *self._step_ends[-2:], self._step_end]
+        now = min((time for time in self.clock.free if time > 0), default=0.0)
+        times = [*self.clock.state(), self._step_end, self._step_ends[0]]
         for updated in self._updated if self._is_layerwise else ():
             times += updated
         if self._mode == "sync":
             times.append(self.ends_ms[-1])
         cursor = 0 if self._is_uniform else self.clock.cursor
-        return cursor, [time - now if time > now else 0.0 for time in times]
+        return cursor, [max(time - now, 0.0) if time > 0 else -1.0 for time in times]
 
     def run_iteration(self) -> float:
         """Run one more iteration; returns its end."""
@@ -160,7 +161,7 @@ class IterationClock:
             self._step(end, self.step_ms)
             if self._mode == "sync":
                 end = self._step_end
-        self._step_ends.append(self._step_end)
+        self._step_ends = [*self._step_ends[-1:], self._step_end]
         self.ends_ms.append(end)
         return end
 
@@ -169,9 +170,9 @@ class IterationClock:
         gate = self.clock.now if waits or not self._overlap else 0.0
         if self._is_layerwise:
             return [max(gate, updated) for updated in self._updated[model]]
-        if self._mode == "async":
-            return max(gate, self._step_ends[-2]) if len(self._step_ends) > 1 else gate
-        return max(gate, self.ends_ms[-1]) if self.ends_ms else gate
+        if self._mode == "sync":
+            return max(gate, self.ends_ms[-1]) if self.ends_ms else gate
+        return max(gate, self._step_ends[0]) if len(self._step_ends) > 1 else gate
 
     def _step(self, ready: float, duration: float) -> None:
         begin = max(ready, self._step_end)

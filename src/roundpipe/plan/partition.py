@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 _ROUNDING = 1 + 1e-12
+_BISECTIONS = 40
 
 
 def running_sums(values: Sequence[float]) -> list[float]:
@@ -80,6 +81,39 @@ def balanced_stages(costs: Sequence[float], stages: int, limit: float | None = N
     if limit is not None:
         bound = min(bound, limit)
     return _spread(sums, count, bound)
+
+
+def fitted_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[range]:
+    """One stage for each speed, the stage that takes longest as short as possible.
+
+    Args:
+        costs: one non-negative cost per layer, in any unit.
+        speeds: how fast each stage is worked on; at most as many as there are layers.
+
+    Returns:
+        The stages in ascending order; together they cover every layer once.
+    """
+    sums = running_sums(costs)
+    low, high = 0.0, sums[-1] / min(speeds)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _fit(sums, speeds, middle)[-1] == len(costs):
+            high = middle
+        else:
+            low = middle
+    ends = _fit(sums, speeds, high)
+    return [range(start, end) for start, end in pairwise([0, *ends])]
+
+
+def _fit(sums: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:
+    """Ends of stages that each take at most ``bound``, and at least one layer."""
+    layers = len(sums) - 1
+    ends: list[int] = []
+    start = 0
+    for left, speed in zip(range(len(speeds) - 1, -1, -1), speeds, strict=True):
+        start = min(_last_end(sums, start, bound * speed), layers - left)
+        ends.append(start)
+    return ends
 
 
 def _spread(sums: Sequence[float], count: int, bound: float) -> list[range]:

@@ -9,14 +9,22 @@ of them. No clock and no chance: the same numbers give the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundpipe.errors import InvalidValueError
 from roundpipe.plan.bounds import device_loads, least_iteration_ms, least_work_ms
 from roundpipe.plan.cost_tables import PHASES
-from roundpipe.plan.iterations import pace_of
+from roundpipe.plan.iterations import calls_of, pace_of
 from roundpipe.plan.memory import MemoryNeed
-from roundpipe.plan.search import Others, Search, count_plans, improve, scan, try_every_plan
+from roundpipe.plan.search import (
+    Others,
+    Search,
+    count_plans,
+    improve,
+    scan,
+    scan_speeds,
+    try_every_plan,
+)
 from roundpipe.plan.seeds import SeedMaker
 from roundpipe.plan.space import Cut, PlanSpace
 from roundpipe.plan.stage_plan import StagePlan
@@ -25,10 +33,11 @@ from roundpipe.plan.workload import PlanLimits, Workload
 DEFAULT_EFFORT = 24_000
 """Stages that may be simulated for one plan."""
 
-_FEW_PLANS = 1500
+_FEW = 12_000
 _WITHOUT_END = 1 << 60
 _LONG = 60
 _TURNS = 2
+_STARTS = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,13 @@ def plan_iteration(
     return _planned(space, search, ((), ()))
 
 
+def memory_of(planned: Planned) -> list[MemoryNeed]:
+    """The fullest moment of each device with a limit, under a plan."""
+    space = PlanSpace(planned.workload, planned.limits)
+    calls = calls_of(planned.plan, planned.workload.run_type)
+    return space.memory([step for call in calls for step in call])
+
+
 def plan_models(
     workloads: Sequence[Workload],
     limits: Sequence[PlanLimits] | PlanLimits | None = None,
@@ -132,21 +148,43 @@ def plan_models(
 def _search(space: PlanSpace, others: Others, effort: int, start: Cut | None = None) -> Search:
     """Look for a plan of one model, given what the others run."""
     bound_ms = _bound_ms(space, others)
-    if count_plans(space) <= _FEW_PLANS:
+    if _are_few(space):
         search = Search(space, _WITHOUT_END, bound_ms, is_thorough=True, others=others)
         search.run(try_every_plan)
         return search
     search = Search(space, effort, bound_ms, others=others)
-    if start is not None:
-        search.run(lambda search: _time(search, start))
-    search.run(scan, improve)
+    starts = [] if start is None else [start]
+    if any(spec.upload_bytes_per_ms for spec in space.workload.machine.devices):
+        starts += _without_uploads(space, effort // 3)
+    search.run(lambda search: _time(search, starts), scan_speeds, scan, improve)
     if search.best is None:
-        search.run(lambda search: _time(search, _leanest(space)))
+        search.run(lambda search: _time(search, [_leanest(space)]))
     return search
 
 
-def _time(search: Search, cut: Cut) -> None:
-    search.time(cut)
+def _without_uploads(space: PlanSpace, effort: int) -> list[Cut]:
+    """Plans that are good where uploads take no time: with luck, they hide the uploads, too."""
+    machine = space.workload.machine
+    fast = tuple(replace(spec, upload_bytes_per_ms=None) for spec in machine.devices)
+    workload = replace(space.workload, machine=replace(machine, devices=fast))
+    search = Search(PlanSpace(workload, space.limits), effort, 0.0)
+    search.run(scan_speeds, scan)
+    return [cut for _, cut in search.fastest(_STARTS)]
+
+
+def _are_few(space: PlanSpace) -> bool:
+    """Whether there are so few plans that all can be tried, at about the usual effort."""
+    workload = space.workload
+    if not workload.machine.is_uniform:
+        iterations = 2 * len(workload.machine)
+    else:
+        iterations = 1 if workload.mode == "sync" else 4
+    return count_plans(space) * space.layers * iterations <= _FEW
+
+
+def _time(search: Search, cuts: Sequence[Cut]) -> None:
+    for cut in cuts:
+        search.time(cut)
 
 
 def _leanest(space: PlanSpace) -> Cut:
@@ -176,7 +214,7 @@ def _best(space: PlanSpace, search: Search) -> Cut:
     if search.best is not None:
         return search.best
     leanest = _leanest(space)
-    full = [need for need in space.memory(leanest) if need.excess_bytes > 0]
+    full = [need for need in space.memory(space.steps(leanest)) if need.excess_bytes > 0]
     if full:
         raise InvalidValueError(_does_not_fit(space, max(full, key=lambda need: need.excess_bytes)))
     raise InvalidValueError(
@@ -222,7 +260,7 @@ def _planned(space: PlanSpace, search: Search, others: Others) -> Planned:
         _bound_ms(space, others),
         sum(loads) / devices,
         search.tried,
-        count_plans(space) <= _FEW_PLANS,
+        _are_few(space),
     )
 
 

@@ -23,6 +23,7 @@ _HOPELESS = 1.005
 _STARTS = 8
 _FIRST_SHARE = 15
 _TOLERANCE = 0.004
+_CHANGES = (1, 1, 1, 1, 2, 2, 3, 5)
 
 _ROUNDING = 1 + 1e-12
 
@@ -139,20 +140,31 @@ def count_plans(space: PlanSpace) -> int:
     else:
         cuts = 2 ** (layers - 1) * (2 ** (layers - 1) if space.has_backward else 1)
     rounds = len(space.limits.rounds_of(space.workload.microbatches))
-    widths: int = space.max_width ** (2 * len(space.heavy))
+    widths = math.prod(len(choices) for choices in _width_choices(space))
     return int(cuts) * widths * rounds
 
 
 def every_plan(space: PlanSpace) -> Iterator[Cut]:
     """Every plan, legal or not."""
     rounds = space.limits.rounds_of(space.workload.microbatches)
-    widths = list(product(range(1, space.max_width + 1), repeat=2 * len(space.heavy)))
+    widths = list(product(*_width_choices(space)))
     for per_round in rounds:
         for backward in _backward_bounds(space):
             top = backward[-2] if space.is_fused else space.layers
             for forward in _every_bounds(top):
                 for width in widths:
                     yield Cut(forward, backward, width, per_round)
+
+
+def _width_choices(space: PlanSpace) -> list[range]:
+    """Replicas of the forward and the backward stage of each heavy layer."""
+    choices = []
+    for layer in space.heavy:
+        # The last layer of a fused run has no forward stage.
+        has_forward = not space.is_fused or layer < space.layers - 1
+        choices.append(range(1, (space.max_width if has_forward else 1) + 1))
+        choices.append(range(1, (space.max_width if space.has_backward else 1) + 1))
+    return choices
 
 
 def _backward_bounds(space: PlanSpace) -> Iterable[tuple[int, ...]]:
@@ -175,6 +187,40 @@ def try_every_plan(search: Search) -> None:
 
 
 # --- scan, then improve ----------------------------------------------------------------------
+
+
+def scan_speeds(search: Search) -> None:
+    """Where devices differ: time plans whose stages fit the devices that they always come to."""
+    space = search.space
+    devices = len(space.speeds)
+    if min(space.speeds) == 1:
+        return
+    make = SeedMaker(space).fitted_cut
+    per_round = space.limits.rounds_of(space.workload.microbatches)[0]
+    widths = range(1, min(space.max_width, 3) + 1) if space.heavy else (1,)
+    most = 2 * space.layers if space.has_backward else space.layers
+    for total, width in product(range(devices, most + devices, devices), widths):
+        if not space.has_backward:
+            _time_some(search, [make(total, 0, width, per_round)])
+            continue
+        backward_share = space.stage_ms(2, 0, space.layers)
+        share = space.stage_ms(0, 0, space.layers)
+        even = round(total * share / (share + backward_share)) if share else 1
+        numbers = sorted({even + offset for offset in (-3, -2, -1, 0, 1, 2, 3)} | {total // 2})
+        _time_some(
+            search,
+            [
+                make(number, total - number - width + 1, width, per_round)
+                for number in numbers
+                if 0 < number <= total - width
+            ],
+        )
+
+
+def _time_some(search: Search, cuts: Iterable[Cut | None]) -> None:
+    for cut in cuts:
+        if cut is not None:
+            search.time(cut)
 
 
 def scan(search: Search) -> None:
@@ -258,9 +304,11 @@ def improve(search: Search) -> None:
 def _changed_or_not(
     search: Search, ms: float, cut: Cut, chance: random.Random, tolerance: float
 ) -> tuple[float, Cut]:
-    """A neighbour of a plan, unless it is much worse."""
-    changed = _changed(search.space, cut, chance)
-    if changed is None:
+    """A plan that differs in a few places, unless it is much worse."""
+    changed = cut
+    for _ in range(chance.choice(_CHANGES)):
+        changed = _changed(search.space, changed, chance) or changed
+    if changed == cut:
         return ms, cut
     changed_ms = search.time(changed)
     return (changed_ms, changed) if changed_ms <= ms * (1 + tolerance) else (ms, cut)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from roundpipe.plan.cost_tables import BACKWARD, FORWARD, FUSED
-from roundpipe.plan.partition import balanced_stages
+from roundpipe.plan.partition import balanced_stages, fitted_stages
 from roundpipe.plan.space import Cut, PlanSpace
 
 
@@ -46,6 +46,49 @@ class SeedMaker:
         widths = (width,) * (2 * len(space.heavy))
         ahead = self._even(FORWARD, top, forward, width, falling)
         return Cut(ahead, bounds, widths, per_round)
+
+    def fitted_cut(self, forward: int, backward: int, width: int, per_round: int) -> Cut | None:
+        """A plan whose stages are as long as the devices they come to are fast.
+
+        It assumes that every iteration begins at the first device, which is so if stages and
+        replicas of an iteration are a multiple of the devices.
+
+        Args:
+            forward: number of forward stages.
+            backward: number of backward stages, the fused one among them.
+            width: replicas of the stages of heavy layers.
+            per_round: microbatches in a round.
+
+        Returns:
+            The plan, or None if there are not enough layers.
+        """
+        space = self._space
+        speeds, devices = space.speeds, len(space.speeds)
+        top = space.layers
+        bounds: tuple[int, ...] = ()
+        if space.has_backward:
+            wide = width if space.is_fused and top - 1 in space.heavy else 1
+            places = [forward, *range(forward + wide, forward + wide + backward - 1)]
+            if backward > top:
+                return None
+            costs = self._costs(BACKWARD, top, width)[::-1]
+            fused = 0
+            if space.is_fused and (wide > 1 or not space.stage_is_lean(FUSED, top - 2, top)):
+                fused = 1
+            if backward - fused > top - fused or backward <= fused:
+                return None
+            stages = fitted_stages(costs[fused:], [speeds[p % devices] for p in places[fused:]])
+            down = [top - fused - stage.stop for stage in stages]
+            bounds = (*reversed(down), *((top - 1,) if fused else ()), top)
+            if space.is_fused:
+                top = bounds[-2]
+        if forward > top:
+            return None
+        stages = fitted_stages(
+            self._costs(FORWARD, top, width), [speeds[p % devices] for p in range(forward)]
+        )
+        ahead = (0, *(stage.stop for stage in stages))
+        return Cut(ahead, bounds, (width,) * (2 * len(space.heavy)), per_round)
 
     def _backward_bounds(self, count: int, width: int) -> tuple[int, ...]:
         space = self._space
@@ -87,15 +130,20 @@ class SeedMaker:
     def _balanced_bounds(
         self, phase: int, top: int, count: int, width: int, falling: bool
     ) -> tuple[int, ...]:
+        costs = self._costs(phase, top, width)
+        if falling:
+            stages = balanced_stages(costs[::-1], count)
+            return (0, *(top - stage.start for stage in reversed(stages)))
+        return (0, *(stage.stop for stage in balanced_stages(costs, count)))
+
+    def _costs(self, phase: int, top: int, width: int) -> list[float]:
+        """What the layers below ``top`` take, as seen by the next stage."""
         space = self._space
         costs = [space.stage_ms(phase, layer, layer + 1) for layer in range(top)]
         for layer in space.heavy:
             if layer < top:
                 costs[layer] /= width
-        if falling:
-            stages = balanced_stages(costs[::-1], count)
-            return (0, *(top - stage.start for stage in reversed(stages)))
-        return (0, *(stage.stop for stage in balanced_stages(costs, count)))
+        return costs
 
     def _split(self, phase: int, start: int, stop: int) -> list[int]:
         """Ends of the lean stages that a stage is cut into, as few as halving gives."""

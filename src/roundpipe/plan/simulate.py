@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe.errors import InvalidValueError
+from roundpipe.plan.bubbles import BubbleAccount, account_of
 from roundpipe.plan.clock import StageRecord
 from roundpipe.plan.cost_tables import BACKWARD, PHASES
 from roundpipe.plan.iterations import IterationClock, Schedule, calls_of
@@ -31,12 +32,16 @@ class Simulation:
         """Time of everything."""
         return self.ends_ms[-1]
 
+    def account(self) -> BubbleAccount:
+        """Where the devices' time went, from the start to the end of the last iteration."""
+        return account_of(self.timeline, 0.0, self.makespan_ms)
+
 
 def simulate(
     workload: Workload | Sequence[Workload],
     plan: StagePlan | Sequence[StagePlan],
     *,
-    microbatches_per_round: int | None = None,
+    microbatches_per_round: int | Sequence[int] | None = None,
     iterations: int = 1,
     title: str = "",
 ) -> Simulation:
@@ -46,7 +51,8 @@ def simulate(
         workload: costs, machine, microbatches and mode; or one for each model that runs in an
             iteration, with the same machine and mode.
         plan: what runs; one for each workload.
-        microbatches_per_round: microbatches of a call; None for all of the iteration's.
+        microbatches_per_round: microbatches of a call; one for all models or one for each; None for
+            all of the iteration's.
         iterations: how many to run.
         title: for the timeline.
 
@@ -61,10 +67,16 @@ def simulate(
             f"got {len(plans)} plans for {len(workloads)} workloads; expected one for each"
         )
     check_count("iterations", iterations)
-    schedules = [
-        schedule_of(each, its_plan, microbatches_per_round)
-        for each, its_plan in zip(workloads, plans, strict=True)
-    ]
+    rounds: Sequence[int | None]
+    if microbatches_per_round is None or isinstance(microbatches_per_round, int):
+        rounds = [microbatches_per_round] * len(plans)
+    else:
+        rounds = microbatches_per_round
+    if len(rounds) != len(plans):
+        raise InvalidValueError(
+            f"got {len(rounds)} microbatches_per_round for {len(plans)} plans; expected one each"
+        )
+    schedules = [schedule_of(*each) for each in zip(workloads, plans, rounds, strict=True)]
     recorder = _SpanRecorder()
     run = IterationClock(workloads[0], schedules, recorder)
     for _ in range(iterations):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class PlanSpace:
     Attributes:
         heavy: layers that may get a wide stage, ascending.
         max_width: most replicas of a stage.
-        spent: stages simulated so far, the measure of the planner's effort.
+        speeds: how fast each device is, compared with the fastest.
     """
 
     def __init__(self, workload: Workload, limits: PlanLimits) -> None:
@@ -58,6 +59,7 @@ class PlanSpace:
         self.heavy = tuple(layer for layer in heavy if 0 <= layer < self.layers)
         layers = workload.costs.layers
         self.tables = CostTables.of(workload)
+        self.speeds = _speeds(self.tables)
         self._forward = running_sums([layer.forward_ms for layer in layers])
         self._fused = running_sums([layer.forward_ms + layer.backward_ms for layer in layers])
         self._backward = running_sums([layer.again_ms + layer.backward_ms for layer in layers])
@@ -90,6 +92,10 @@ class PlanSpace:
             return ((*forward, *backward),)
         return (tuple(forward), tuple(backward))
 
+    def steps(self, cut: Cut) -> list[StageStep]:
+        """All stages of a round, in dispatch order."""
+        return [step for call in self.calls(cut) for step in call]
+
     def _widen(self, steps: list[StageStep], cut: Cut, offset: int) -> None:
         """Give the stages of heavy layers their replicas."""
         bounds = cut.backward if offset else cut.forward
@@ -105,7 +111,7 @@ class PlanSpace:
 
     def plan(self, cut: Cut) -> StagePlan:
         """The plan as a record."""
-        steps = [step for call in self.calls(cut) for step in call]
+        steps = self.steps(cut)
         forward = [step for step in steps if step.phase == FORWARD]
         backward = [step for step in steps if step.phase != FORWARD]
         return StagePlan(
@@ -136,16 +142,15 @@ class PlanSpace:
         if not self._has_enough_stages(cut):
             return False
         return self._smallest_memory is None or all(
-            need.excess_bytes <= 0 for need in self.memory(cut)
+            need.excess_bytes <= 0 for need in self.memory(self.steps(cut))
         )
 
-    def memory(self, cut: Cut) -> list[MemoryNeed]:
-        """The fullest moment of each device with a limit."""
+    def memory(self, steps: Sequence[StageStep]) -> list[MemoryNeed]:
+        """The fullest moment of each device with a limit, when these stages make a round."""
         machine = self.workload.machine
         repeats = 1
         if self.workload.rules.overlap_calls:
             repeats = 2 if machine.is_uniform else len(machine) + 1
-        steps = [step for call in self.calls(cut) for step in call]
         return memory_needs(machine, self.workload.costs, steps, repeats)
 
     def stage_is_lean(self, phase: int, start: int, stop: int) -> bool:
@@ -175,3 +180,12 @@ class PlanSpace:
         if limits.stage_bytes is not None and sums[stop] - sums[start] > limits.stage_bytes:
             return False
         return limits.stage_ms is None or self.stage_ms(phase, start, stop) <= limits.stage_ms
+
+
+def _speeds(tables: CostTables) -> list[float]:
+    """How fast each device goes through all layers, compared with the fastest."""
+    times = [
+        tables.early[BACKWARD][device][-1] + tables.main[BACKWARD][device][-1] + forward[-1]
+        for device, forward in enumerate(tables.main[FORWARD])
+    ]
+    return [min(times) / time if time else 1.0 for time in times]

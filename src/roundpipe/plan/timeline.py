@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,22 +68,14 @@ class Timeline:
         chosen = [span for span in self.spans if span.device == device and span.kind in kinds]
         return sorted(chosen, key=lambda span: (span.begin_ms, span.end_ms))
 
-    def iteration_ends_ms(self) -> list[float]:
-        """When each iteration had done all its computing."""
-        ends: dict[int, float] = {}
-        for span in self.spans:
-            if span.kind in COMPUTE:
-                ends[span.iteration] = max(ends.get(span.iteration, 0.0), span.end_ms)
-        return [ends[iteration] for iteration in sorted(ends)]
-
-    def window(self, iterations: Iterable[int]) -> Timeline:
-        """The spans of some iterations only."""
-        wanted = set(iterations)
-        return Timeline(
-            self.devices,
-            tuple(span for span in self.spans if span.iteration in wanted),
-            self.title,
+    def between(self, begin_ms: float, end_ms: float) -> Timeline:
+        """What ran between two moments; spans that reach beyond are cut."""
+        spans = tuple(
+            span._replace(begin_ms=max(span.begin_ms, begin_ms), end_ms=min(span.end_ms, end_ms))
+            for span in self.spans
+            if span.begin_ms < end_ms and span.end_ms > begin_ms
         )
+        return Timeline(self.devices, spans, self.title)
 
 
 _LETTERS = {"forward": "F", "fused": "L", "recompute": "R", "backward": "B"}

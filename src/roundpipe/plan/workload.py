@@ -54,7 +54,7 @@ class Workload:
         microbatches: in one iteration, over all its rounds.
         run_type: ``"infer"``, ``"train"`` or ``"fused"``.
         mode: one of :data:`MODES`; for ``"infer"``, which has no step, ``"sync"`` is one call after
-            another and ``"async"`` many in a row.
+            another, and the others are many in a row.
         costs_by_kind: costs of this model on devices of a kind; other kinds use ``costs``.
         rules: how the engine orders work.
 

@@ -1,0 +1,132 @@
+"""The simulator against a second one, which goes from event to event, and published numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe.plan import LayerCost, LayerCosts, Machine, StagePlan, Workload, simulate
+from roundpipe.plan.iterations import IterationClock
+from roundpipe.plan.published import published_model, published_names
+from roundpipe.plan.simulate import schedule_of
+from roundpipe.plan.timeline import COMPUTE
+from unit.plan.draws import divisors, plans, workloads
+from unit.plan.event_by_event import EventByEvent
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_agrees_with_an_independent_event_by_event_simulation(data: st.DataObject) -> None:
+    workload = data.draw(workloads())
+    plan = data.draw(plans(workload))
+    per_round = data.draw(st.sampled_from(divisors(workload.microbatches)))
+    expected = EventByEvent(workload, plan, per_round, 3).run()
+
+    found = simulate(workload, plan, microbatches_per_round=per_round, iterations=3)
+
+    assert list(found.ends_ms) == pytest.approx(expected.iteration_ends, rel=1e-9, abs=1e-9)
+    ends = {}
+    for span in found.timeline.spans:
+        if span.kind in ("forward", "fused", "backward"):
+            key = (span.iteration, span.call, span.stage)
+            ends[(*key, span.microbatch)] = span.end_ms
+    by_event = {
+        (*key, microbatch): end
+        for key, row in expected.ends.items()
+        for microbatch, end in row.items()
+    }
+    assert ends == pytest.approx(by_event, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_planners_shortcut_for_even_stages_changes_nothing(data: st.DataObject) -> None:
+    """Without a recorder, rows of evenly spaced microbatches are not spelled out."""
+    workload = data.draw(workloads())
+    plan = data.draw(plans(workload))
+    per_round = data.draw(st.sampled_from(divisors(workload.microbatches)))
+    spelled_out = simulate(workload, plan, microbatches_per_round=per_round, iterations=4)
+
+    short = IterationClock(workload, [schedule_of(workload, plan, per_round)])
+    for _ in range(4):
+        short.run_iteration()
+
+    assert short.ends_ms == pytest.approx(list(spelled_out.ends_ms), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_reproduces_the_published_makespans(name: str) -> None:
+    """To the digit, if the head's forward may start early, as it must have done there."""
+    model = published_model(name)
+    early = model.workload(early_fused_forward=True)
+
+    found = simulate(early, model.plan, microbatches_per_round=model.microbatches_per_round)
+
+    assert found.makespan_ms == pytest.approx(model.makespan_ms, abs=1e-3)
+    assert found.account().bubble_percent == pytest.approx(
+        model.published_bubble_percent("sync"), abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "relative"),
+    [
+        ("Qwen3-1.7B", 1e-9),
+        ("Llama-3.1-8B", 1e-8),
+        ("Qwen3-235B-LoRA", 1e-9),
+        ("GPT-OSS-20B", 0.013),
+        ("Qwen3-32B", 0.003),
+    ],
+)
+def test_a_head_that_waits_for_its_input_costs_the_published_plans_little(
+    name: str, relative: float
+) -> None:
+    model = published_model(name)
+
+    found = simulate(model.workload(), model.plan, microbatches_per_round=8)
+
+    assert model.makespan_ms <= found.makespan_ms * (1 + 1e-8)
+    assert found.makespan_ms == pytest.approx(model.makespan_ms, rel=relative)
+
+
+def test_a_pipeline_of_two_devices_by_hand() -> None:
+    """Forward 2 ms, then head and loss 3 ms, then recompute 2 ms and backward 4 ms; hops of 1 ms.
+
+    device 0   F0 F1 . . . . . . R0 B0      R1 B1
+    device 1         L0 L1
+    """
+    costs = LayerCosts((LayerCost(2.0, 4.0), LayerCost(1.0, 2.0)))
+    workload = Workload(costs, Machine.uniform(2, hop_ms=1.0), 2)
+    plan = StagePlan([range(1)], [range(1, 2), range(1)])
+
+    timeline = simulate(workload, plan).timeline
+
+    rows = [
+        [(span.kind, span.microbatch, span.begin_ms, span.end_ms) for span in spans]
+        for spans in (timeline.of(0, *COMPUTE), timeline.of(1, *COMPUTE))
+    ]
+    assert rows == [
+        [
+            ("forward", 0, 0.0, 2.0),
+            ("forward", 1, 2.0, 4.0),
+            ("recompute", 0, 4.0, 6.0),
+            ("backward", 0, 7.0, 11.0),
+            ("recompute", 1, 11.0, 13.0),
+            ("backward", 1, 13.0, 17.0),
+        ],
+        [("fused", 0, 3.0, 6.0), ("fused", 1, 6.0, 9.0)],
+    ]
+
+
+def test_a_wide_stage_takes_turns_in_microbatches() -> None:
+    """The second stage runs on devices 1 and 2 at once, the third on device 3."""
+    costs = LayerCosts((LayerCost(1.0), LayerCost(2.0), LayerCost(1.0)))
+    workload = Workload(costs, Machine.uniform(4), 4, "infer")
+    plan = StagePlan([range(1), range(1, 2), range(2, 3)], fwd_replicas=[1, 2, 1])
+
+    timeline = simulate(workload, plan).timeline
+
+    assert [span.microbatch for span in timeline.of(1, "forward")] == [0, 2]
+    assert [span.microbatch for span in timeline.of(2, "forward")] == [1, 3]
+    assert [span.end_ms for span in timeline.of(3, "forward")] == [4.0, 5.0, 6.0, 7.0]
