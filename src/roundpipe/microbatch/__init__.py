@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe import compat
 from roundpipe.microbatch.chunks import merge_chunks, split_args_kwargs_into_chunks
 from roundpipe.microbatch.merge import merge_outputs
-from roundpipe.microbatch.notices import MicrobatchWarning
+from roundpipe.microbatch.messages import MicrobatchWarning
 from roundpipe.microbatch.packed import RoundPipePackedData, packed_count, packed_leaves
 from roundpipe.microbatch.split import Batch, Microbatch, split_batch
 from roundpipe.microbatch.tree import Structure, flatten, flatten_with_paths, unflatten

@@ -18,7 +18,7 @@ from roundpipe.microbatch.cutting import cut
 from roundpipe.microbatch.dtensor import is_dtensor
 from roundpipe.microbatch.joining import Manner
 from roundpipe.microbatch.merge import join_columns
-from roundpipe.microbatch.notices import warn_once
+from roundpipe.microbatch.messages import warn_once
 from roundpipe.microbatch.specs import match_spec
 
 _WAYS = "give Replicate in args_chunk_spec or kwargs_chunk_spec"

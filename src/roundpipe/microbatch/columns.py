@@ -44,7 +44,8 @@ def columns_from_trees(trees: Sequence[Any], root: str) -> tuple[list[Column], S
     try:
         structure = _take_all(tuple(trees), columns)
     except RecursionError:
-        flatten(trees[0])  # says what is wrong
+        for tree in trees:
+            flatten(tree)  # says what is wrong
         raise
     if structure is None:
         raise _difference(trees, root)

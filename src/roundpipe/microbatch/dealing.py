@@ -10,7 +10,7 @@ from roundpipe.errors import InvalidValueError
 from roundpipe.microbatch.argtree import ArgumentTree
 from roundpipe.microbatch.cutting import cut
 from roundpipe.microbatch.dtensor import is_dtensor, shard_sizes
-from roundpipe.microbatch.notices import count_of, warn_once
+from roundpipe.microbatch.messages import count_of, warn_once
 from roundpipe.microbatch.sizes import even_sizes
 from roundpipe.microbatch.specs import AUTO
 

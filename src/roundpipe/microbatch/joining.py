@@ -13,7 +13,7 @@ from roundpipe.errors import InvalidValueError
 from roundpipe.microbatch.block_mask import is_block_mask, join_masks
 from roundpipe.microbatch.dtensor import is_dtensor, join_dtensors
 from roundpipe.microbatch.equality import same_value
-from roundpipe.microbatch.notices import warn_once
+from roundpipe.microbatch.messages import shorten, warn_once
 from roundpipe.microbatch.specs import WHOLE, Cut, Fold, Rule, Where
 from roundpipe.microbatch.tree import flatten, unflatten
 
@@ -155,7 +155,7 @@ def _the_same(values: Sequence[Any], where: Where) -> Any:
     for m, value in enumerate(values):
         if not same_value(first, value):
             raise InvalidValueError(
-                f"{where()} is {_short(first)} in microbatch 0 and {_short(value)} in microbatch "
+                f"{where()} is {shorten(first)} in microbatch 0 and {shorten(value)} in microbatch "
                 f"{m}; values that are not concatenated must be equal; give _CustomReducer(init, "
                 "fn) to combine them, or merge with a function"
             )
@@ -178,10 +178,3 @@ def _fresh(init: Any) -> Any:
     leaves, structure = flatten(init)
     copies = [x.clone() if isinstance(x, torch.Tensor) else copy.copy(x) for x in leaves]
     return unflatten(structure, copies)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.numel() > 4:
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -16,6 +16,7 @@ from typing import Any
 
 from roundpipe import compat
 from roundpipe.errors import InvalidTypeError, InvalidValueError
+from roundpipe.microbatch.messages import shorten
 from roundpipe.microbatch.nodes import kind_of
 from roundpipe.microbatch.tree import Structure, flatten
 
@@ -105,7 +106,7 @@ def _match(
     kind = kind_of(type(spec))
     if kind is None:
         raise InvalidTypeError(
-            f"{name} has {_short(spec)} at {path}; expected TensorChunkSpec(dim), Replicate, None "
+            f"{name} has {shorten(spec)} at {path}; expected TensorChunkSpec(dim), Replicate, None "
             "(automatic) or a container that mirrors the value there"
         )
     if structure.is_leaf:
@@ -141,18 +142,13 @@ def _read(
         dim = spec.split_dim
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise InvalidTypeError(
-                f"{name} has TensorChunkSpec({_short(dim)}) at {where()}; the dimension must be "
+                f"{name} has TensorChunkSpec({shorten(dim)}) at {where()}; the dimension must be "
                 "an int"
             )
         return Cut(dim, direct)
     if isinstance(spec, classes.reducer):
         return Fold(spec.init_value, spec.reduce_fn)
     return WHOLE
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _entries(keys: Any) -> str:

@@ -15,7 +15,7 @@ from roundpipe.microbatch.custom import (
     is_function,
 )
 from roundpipe.microbatch.dealing import Shares, deal, share_as, share_evenly
-from roundpipe.microbatch.notices import count_of, warn_once
+from roundpipe.microbatch.messages import count_of, shorten, warn_once
 
 _INPUT_WAYS = (
     "split_input=(args_spec, kwargs_spec) with TensorChunkSpec(dim) or Replicate in its place, or "
@@ -131,8 +131,8 @@ def _spec_pair(split_input: Any) -> tuple[Any, Any]:
         return None, None
     if not isinstance(split_input, tuple | list) or len(split_input) != 2:
         raise InvalidTypeError(
-            f"split_input is {split_input!r}; expected None, a pair (args_spec, kwargs_spec), "
-            "either of which may be None, or a function"
+            f"split_input is {shorten(split_input)}; expected None, a pair (args_spec, "
+            "kwargs_spec), either of which may be None, or a function"
         )
     return split_input[0], split_input[1]
 

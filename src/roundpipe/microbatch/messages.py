@@ -1,10 +1,13 @@
-"""Warnings that are given once."""
+"""Warnings that are given once, and text for messages."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
+
+import torch
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -17,6 +20,14 @@ def count_of(number: int, noun: str) -> str:
     """``1 row``, ``2 rows``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+def shorten(value: Any) -> str:
+    """``value`` as text that fits into a sentence."""
+    if isinstance(value, torch.Tensor) and value.numel() > 4:
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def warn_once(key: str, message: str, warned: set[str] | None = None) -> None:
