@@ -155,21 +155,22 @@ class Run:
             engine.store.declare_reads(task.layers)
         done = Counter(f"the devices running {engine.name}")
         who = f"the caller of {engine.name}"
-        jobs = {device: self._job(device, tasks, done) for device, tasks in by_device.items()}
+        devices = engine.pool.devices
+        jobs = {d: _Job(_DeviceRun(self, devices[d], t), done) for d, t in by_device.items()}
         try:
             engine.pool.submit(jobs)
             done.wait(len(jobs), who)
         except BaseException as error:  # noqa: BLE001 - Ctrl-C in the caller; raised again below
             self.scope.fail(error)
-            _wait_shielded(lambda: done.wait(len(jobs), who))
+            # Some may never have been submitted, and waiting for them would never end.
+            for job in jobs.values():
+                _shielded(job.call_off)
+            _shielded(lambda: done.wait(len(jobs), who))
         finally:
             for value, device in self._kept:
                 value.drop(device)
         if self.scope.error is not None:
             raise self.scope.error
-
-    def _job(self, device: int, tasks: list[StageTask], done: Counter) -> Callable[[], None]:
-        return lambda: _DeviceRun(self, self.engine.pool.devices[device], tasks).main(done)
 
     def keep(self, value: Value, device: Device) -> None:
         """A copy of ``value`` stays on ``device`` until the run is over at the latest."""
@@ -177,14 +178,36 @@ class Run:
             self._kept.append((value, device))
 
 
-def _wait_shielded(wait: Callable[[], None]) -> None:
-    """Finish a wait although Ctrl-C is pressed again: workers still use what would be torn down."""
+def _shielded(function: Callable[[], None]) -> None:
+    """Finish although Ctrl-C is pressed again: workers still use what would be torn down."""
     while True:
         try:
-            wait()
+            function()
         except KeyboardInterrupt:
             continue
         return
+
+
+class _Job:
+    """A device's part of a run, which is either run by the worker or called off by the caller."""
+
+    def __init__(self, device_run: _DeviceRun, done: Counter) -> None:
+        self._device_run = device_run
+        self._done = done
+        self._free = threading.Lock()  # held by whoever takes the job, for good
+
+    def __call__(self) -> None:
+        if self._free.acquire(blocking=False):
+            try:
+                self._device_run.main()
+            finally:
+                self._done.advance()
+
+    def call_off(self) -> None:
+        """Nobody shall begin it any more; nothing if somebody has."""
+        if self._free.acquire(blocking=False):
+            self._device_run.call_off()
+            self._done.advance()
 
 
 class _DeviceRun:
@@ -200,7 +223,7 @@ class _DeviceRun:
         self._begun = 0
         self._homecoming: list[tuple[StageTask, Sequence[Event]]] = []
 
-    def main(self, done: Counter) -> None:
+    def main(self) -> None:
         """Run all tasks; failures end the run and are kept for the caller."""
         try:
             with self._device.random_sandbox():
@@ -210,8 +233,6 @@ class _DeviceRun:
         except BaseException as error:  # noqa: BLE001 - raised by the caller of the run
             self._report(error)
             self._give_up()
-        finally:
-            done.advance()
 
     def _run_tasks(self) -> None:
         weights: StageWeights | None = None
@@ -323,10 +344,13 @@ class _DeviceRun:
             self._device.synchronize()
         except BaseException as error:  # noqa: BLE001 - the run has failed already
             self._run.scope.fail(error)
-        store = self._run.engine.store
         for weights in self._resident:
             weights.release()
         self._resident.clear()
+        self.call_off()
+
+    def call_off(self) -> None:
+        """The reads that were announced and not begun will not be made."""
         for task in self._tasks[self._begun :]:
             for index in task.layers:
-                store.read_issued(index, None)
+                self._run.engine.store.read_issued(index, None)

@@ -76,6 +76,8 @@ class Stepper:
             BaseException: what an earlier, or (synchronous) this step function raised.
         """
         self.wait()
+        if self._worker is None:
+            self._worker = Worker(f"roundpipe-optimizer-{self._name}")
         store = self._store
         # Taken now and not when the thread gets to it: gradients of a later call belong to the
         # next step (rule 5 of the store).
@@ -87,7 +89,7 @@ class Stepper:
         store.entitled_version = version
         self._job = job
         self._submitted += 1
-        self._start(lambda: self._run(job, version, declared))
+        self._worker.submit(lambda: self._run(job, version, declared))
         if not is_async:
             self.publish_latest()
 
@@ -115,9 +117,10 @@ class Stepper:
             self.wait()
         finally:
             # Also after a failure: the masters are then whatever the step function left, and the
-            # model's parameters follow them.
+            # model's parameters follow them. Not if Ctrl-C ended the wait: the step is still at it.
             version = store.submitted_version
-            if store.entitled_version < version:
+            is_over = self._done.value >= self._submitted
+            if is_over and store.entitled_version < version:
                 store.publish(version, store.declared_reads())
                 store.entitled_version = version
 
@@ -135,11 +138,6 @@ class Stepper:
                 "an asynchronous step of %s failed and nothing was called afterwards that could "
                 "raise the error", self._name, exc_info=job.error,
             )  # fmt: skip
-
-    def _start(self, task: Callable[[], None]) -> None:
-        if self._worker is None:
-            self._worker = Worker(f"roundpipe-optimizer-{self._name}")
-        self._worker.submit(task)
 
     def _run(self, job: _Job, version: int, declared: list[int]) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -16,6 +17,10 @@ from .errors import Cancelled
 from .trace import logger
 
 Task = Callable[[], None]
+
+# Who waits looks around this often. Python notices a signal that comes just before its thread
+# blocks only when that thread runs again: a Ctrl-C would then have to wait as long as the caller.
+WAKE_S = 1.0
 
 
 def wait_log_s() -> float:
@@ -114,15 +119,20 @@ class Counter:
             return
         if scope is not None:
             scope.enter_wait(self._condition)
+        begin_s = logged_s = time.monotonic()
+        log_s = wait_log_s()
         try:
             with self._condition:
                 while self._value < value:
                     if scope is not None:
                         scope.check()
-                    if not self._condition.wait(wait_log_s()):
+                    self._condition.wait(min(log_s, WAKE_S))
+                    now_s = time.monotonic()
+                    if now_s - logged_s >= log_s and self._value < value:
+                        logged_s = now_s
                         logger.warning(
                             "%s has waited %.0f s for %s to reach %d (it is at %d)",
-                            who, wait_log_s(), self.name, value, self._value,
+                            who, now_s - begin_s, self.name, value, self._value,
                         )  # fmt: skip
         finally:
             if scope is not None:
