@@ -60,6 +60,25 @@ def test_memory_may_go_once_its_stream_has_waited_for_the_use(pool: DevicePool) 
     assert back.item() == 1024
 
 
+def test_memory_may_be_dropped_at_once_if_only_its_own_stream_uses_it(
+    backend: Backend, pool: DevicePool
+) -> None:
+    device = pool.devices[0]
+    home = device.host_empty(torch.empty(1024))
+    hold = backend.hold(device, Stream.OUTWARD)
+    if hold is None:
+        pytest.skip(f"streams of {backend.name} cannot be held back")
+    with hold:
+        for value in (1.0, 2.0):
+            staged = device.empty(home, Stream.OUTWARD, Category.ACTIVATIONS)
+            device.copy(staged, torch.full((1024,), value), Stream.OUTWARD)
+            if value == 1.0:
+                device.copy(home, staged, Stream.OUTWARD)
+            del staged
+    device.synchronize()
+    assert torch.equal(home, torch.ones(1024))
+
+
 def test_host_memory_may_be_dropped_at_once(backend: Backend, pool: DevicePool) -> None:
     device = pool.devices[0]
     there = device.empty(torch.empty(1024), Stream.INWARD, Category.ACTIVATIONS)
