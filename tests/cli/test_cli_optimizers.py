@@ -41,8 +41,23 @@ def test_arguments_reach_the_optimizer_and_it_is_fused_where_it_can_be() -> None
     ).param_groups[0]
     assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1.0)
     assert group["betas"] == (0.5, 0.75)
-    assert group.get("fused", True)
-    assert not build(options={"fused": False}).param_groups[0].get("fused", False)
+    assert group["fused"]
+    assert not build(options={"fused": False}).param_groups[0]["fused"]
+
+
+def test_lists_become_tuples_and_names_become_dtypes() -> None:
+    optimizer = build(options={"moment_dtype": "bfloat16"})
+    assert vars(optimizer)["moment_dtype"] == torch.bfloat16
+    with pytest.raises(UsageError, match=r"optimizer\.options\.moment_dtype: 'bf16' is no dtype"):
+        build(options={"moment_dtype": "bf16"})
+
+
+def test_our_own_optimizers_come_first_and_torchs_are_there_too() -> None:
+    assert find_optimizer("AdamW").__module__.startswith("roundpipe.")
+    assert find_optimizer("Adafactor").__module__.startswith("torch.")
+    for name in ("Optimizer", "KernelOptimizer"):
+        with pytest.raises(UsageError, match="there is no optimizer"):
+            find_optimizer(name)
 
 
 def test_an_unknown_optimizer_is_named_with_the_nearest() -> None:

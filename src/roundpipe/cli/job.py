@@ -138,7 +138,9 @@ class FineTuning:
     def _describe(self, trainer: Trainer) -> None:
         recipe, fact = self._recipe, self._reporter.fact
         training, schedule = recipe.training, recipe.schedule
-        fused = " (fused)" if trainer.optimizer.defaults.get("fused") else ""
+        optimizer = trainer.optimizer
+        library = type(optimizer).__module__.partition(".")[0]
+        fused = " (fused)" if optimizer.defaults.get("fused") else ""
         warmup = f", {schedule.warmup_steps} warm-up steps" if schedule.warmup_steps else ""
         clip = f" · clipped at {training.clip_norm:g}" if training.clip_norm else ""
         way = "asynchronous" if training.async_step else "synchronous"
@@ -149,7 +151,7 @@ class FineTuning:
         )
         fact(
             "optimizer",
-            f"{type(trainer.optimizer).__name__}{fused} · {schedule.kind} lr "
+            f"{library} {type(optimizer).__name__}{fused} · {schedule.kind} lr "
             f"{recipe.optimizer.lr:g}{warmup} · weight decay {recipe.optimizer.weight_decay:g}"
             f"{clip}",
         )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from roundpipe.cli.recipe import OptimizerSection, ScheduleSection
 # These need something that a step over finished gradients does not give: a closure that evaluates
 # the loss again, or sparse gradients.
 _UNUSABLE = ("LBFGS", "SparseAdam")
+_BASE_CLASSES = ("Optimizer", "KernelOptimizer")
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -61,8 +63,7 @@ def build_optimizer(
                 f"optimizer.options: {section.name} takes no {key!r}; it takes "
                 f"{', '.join(name for name in accepted if name != 'params')}"
             )
-        if isinstance(value, list):
-            options[key] = tuple(value)
+        options[key] = _argument(key, value)
     try:
         return kind(list(parameters), **options)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -89,6 +90,18 @@ def build_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def _argument(key: str, value: Any) -> Any:
+    """A value of the recipe as the optimizer takes it."""
+    if isinstance(value, list):
+        return tuple(value)
+    if key.endswith("dtype") and isinstance(value, str):
+        dtype = getattr(torch, value, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"optimizer.options.{key}: {value!r} is no dtype; try float32")
+        return dtype
+    return value
+
+
 def _modules() -> list[ModuleType]:
     names = ("torch.optim", "roundpipe.optim")
     return [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
@@ -97,5 +110,5 @@ def _modules() -> list[ModuleType]:
 def _optimizers(module: ModuleType) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
     for name, value in vars(module).items():
         is_class = isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-        if is_class and value is not torch.optim.Optimizer:
+        if is_class and name not in _BASE_CLASSES:
             yield name, value
