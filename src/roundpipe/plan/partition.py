@@ -84,7 +84,10 @@ def balanced_stages(costs: Sequence[float], stages: int, limit: float | None = N
 
 
 def fitted_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[range]:
-    """One stage for each speed, the stage that takes longest as short as possible.
+    """One stage for each speed, so that all take about equally long.
+
+    Stages are filled in turn under the least bound that is enough. That is the best there is unless
+    a stage must take a layer that alone is above the bound.
 
     Args:
         costs: one non-negative cost per layer, in any unit.
