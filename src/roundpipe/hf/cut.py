@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import add_note
+from roundpipe.errors import InvalidTypeError, add_note
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis, analyse, candidate_lists
 from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
@@ -68,6 +68,7 @@ def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> Cut
 
     Raises:
         CutRefusedError: the model cannot be cut; the message has the reason and a way out.
+        InvalidTypeError: ``model`` is no module.
     """
     refuse_at_sight(model)
     kwargs = dict(default_example(model) if example is None else example)
@@ -94,22 +95,35 @@ def refuse_at_sight(model: nn.Module) -> None:
     """Refuse what need not be run to be seen.
 
     Raises:
-        CutRefusedError: the model is spread over devices, or some forward is patched.
+        InvalidTypeError: it is no module.
+        CutRefusedError: it is spread over devices, skips layers, or a forward is patched.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            f"cut_model was given a {type(model).__name__}; expected a model of transformers"
+        )
     for name, module in model.named_modules():
-        where = f"{name} " if name else ""
-        if getattr(module, "hf_device_map", None) is not None:
+        where = name or "the model"
+        places = vars(module).get("hf_device_map") or {}
+        if len(set(map(str, places.values()))) > 1:
             raise CutRefusedError(
                 class_name(model),
-                f"{where}has an hf_device_map: accelerate moves its parts between devices",
+                f"{where} has an hf_device_map: accelerate moves its parts between devices",
                 "load the model without device_map",
             )
         if "forward" in vars(module):
             raise CutRefusedError(
                 class_name(model),
-                f"the forward of {where or 'the model'} is replaced on the instance, and the "
-                "replacement belongs to that one object",
+                f"the forward of {where} is replaced on the instance, and the replacement belongs "
+                "to that one object",
                 "load the model without device_map and without patches, or subclass it",
+            )
+        drop = vars(module).get("layerdrop", 0.0)
+        if module.training and isinstance(drop, float) and drop > 0:
+            raise CutRefusedError(
+                class_name(model),
+                f"{where} skips layers at random while training (layerdrop={drop})",
+                "set its layerdrop to 0",
             )
 
 

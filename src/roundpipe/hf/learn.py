@@ -62,6 +62,13 @@ class LearningRun:
     def note_held(self, name: str, output: Any) -> None:
         """Never called: the tail has no watched modules."""
 
+    def position(self) -> str:
+        """How many layers were passed."""
+        return f"after {self._calls} of {len(self._blueprint.calls)} calls of layers"
+
+    def changes_in_place(self, name: str) -> None:
+        """The tokens' values are copies, so nothing else sees it."""
+
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follow where values go; after the last layer, every token used is one that is read."""
         roots = roots_of((args, kwargs))
@@ -107,7 +114,9 @@ def learn_tail(
 def _tokens(output: Any, name: Any) -> Any:
     leaves, structure = flatten(output)
     tokens = [
-        make_token(leaf, name(i), frozenset((name(i),))) if isinstance(leaf, torch.Tensor) else leaf
+        make_token(leaf.clone(), name(i), frozenset((name(i),)))
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for i, leaf in enumerate(leaves)
     ]
     return unflatten(structure, tokens)

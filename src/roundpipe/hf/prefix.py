@@ -131,11 +131,6 @@ class PrefixRun:
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operation on tokens; it will be done again between the real layers."""
         leaves, _ = flatten(result)
-        if any(leaf is None or getattr(leaf, "token_name", None) for leaf in leaves):
-            raise CutRefusedError(
-                self.model_class,
-                f"between its layers it changes the output of a layer in place ({func.__name__})",
-            )
         arguments = self._encoder.operands(args, kwargs)
         after = max(
             self._after[n] for e in arguments.exprs() for n in e.reads() if n in self._after
@@ -164,6 +159,17 @@ class PrefixRun:
                     "the model was cut",
                     "pass cut_model an example like your batches",
                 )
+
+    def position(self) -> str:
+        """How many layers were called."""
+        return f"after {len(self._calls)} of {len(self._blueprint.calls)} calls of layers"
+
+    def changes_in_place(self, name: str) -> None:
+        """Refuse: the next piece may be given the same tensor again, for a recompute."""
+        raise CutRefusedError(
+            self.model_class,
+            f"between its layers it changes the output of a layer in place ({name})",
+        )
 
     def value_read(self, name: str, args: Any) -> None:
         """Refuse: a token has no values."""

@@ -27,6 +27,12 @@ class Run(Protocol):
     model_class: str
     device: torch.device
 
+    def position(self) -> str:
+        """How far the forward has come, in words."""
+
+    def changes_in_place(self, name: str) -> None:
+        """The function ``name`` is about to write into, or from, a stand-in."""
+
     def call(self, element: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called; returns what stands in for its output."""
 
@@ -173,9 +179,11 @@ class Absent(_Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the weights are not there."""
+        run = _RUN.get()
+        position = f" {run.position()}" if run else ""
         raise CutRefusedError(
-            run.model_class if (run := _RUN.get()) else "the model",
-            f"{self.stub_name} is called, which the example of cut_model did not reach",
+            run.model_class if run else "the model",
+            f"{self.stub_name} is called{position}, which the example of cut_model never did",
             "cut the model with example= a small batch that has all arguments of your calls",
             self.stub_name,
         )

@@ -76,6 +76,13 @@ class TailRun:
     def note_held(self, name: str, output: Any) -> None:
         """Never called: the tail has no watched modules."""
 
+    def position(self) -> str:
+        """How many layers were passed."""
+        return f"after {self._calls} of {len(self._blueprint.calls)} calls of layers"
+
+    def changes_in_place(self, name: str) -> None:
+        """Never called: the tail has no tokens."""
+
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Never called: the tail has no tokens."""
 

@@ -56,6 +56,8 @@ class Token(torch.Tensor):
         run = active_run()
         if run is not None and func.__name__ in _READS_VALUE:
             run.value_read(func.__name__, args)
+        if run is not None and _in_place(func):
+            run.changes_in_place(func.__name__)
         result = super().__torch_function__(func, types, args, kwargs)
         if isinstance(result, Token) and result.token_name is not None and not _in_place(func):
             # ``to`` and others return their argument where nothing is to be done. With the real
@@ -69,6 +71,8 @@ class Token(torch.Tensor):
 def _in_place(func: Callable[..., Any]) -> bool:
     name = func.__name__
     if name.startswith("__"):
+        if name == "__setitem__":
+            return True
         return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     return name.endswith("_")
 
