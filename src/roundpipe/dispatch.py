@@ -12,6 +12,7 @@ the microbatches' progress counters. While a task runs, the weights of its devic
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -337,6 +338,9 @@ class _DeviceRun:
             if isinstance(error, torch.OutOfMemoryError):
                 held = describe_held(self._resident) or "no weights"
                 add_note(error, f"{self._device.name} held {held}. {OUT_OF_MEMORY_ADVICE}")
+                # The locals of the frames it came through hold the graph, and so the weights: while
+                # somebody keeps the error, there would be no room for another try.
+                traceback.clear_frames(error.__traceback__)
 
     def _give_up(self) -> None:
         """Let copies drain, drop what the device holds, and call off the reads not made."""
