@@ -1,0 +1,85 @@
+"""Pictures are drawn from neutral timelines, without a window and without global state."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from roundpipe.errors import InvalidValueError, StateError
+from roundpipe.plan import (
+    DeviceSpec,
+    LayerCost,
+    LayerCosts,
+    Machine,
+    Simulation,
+    StagePlan,
+    Timeline,
+    Workload,
+    simulate,
+)
+from roundpipe.plot import plot_account, plot_timeline, save_picture
+
+PNG = b"\x89PNG"
+
+
+def simulation(title: str = "simulated") -> Simulation:
+    layer = LayerCost(2.0, 4.0, weight_bytes=10, gradient_bytes=10, optimizer_ms=1.0)
+    like = DeviceSpec("gpu", upload_bytes_per_ms=10.0, download_bytes_per_ms=10.0)
+    workload = Workload(LayerCosts((layer,) * 4), Machine.uniform(2, 0.5, like=like), 3)
+    plan = StagePlan([range(2)], [range(2, 4), range(2)])
+    return simulate(workload, plan, iterations=2, title=title)
+
+
+def test_a_timeline_has_a_row_for_each_device_transfers_and_the_step(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = plot_timeline(simulation().timeline)
+
+    save_picture(figure, tmp_path / "timeline.png")
+
+    (axis,) = figure.axes
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["gpu:0", "gpu:1", "transfers", "step"]
+    assert axis.get_title(loc="left") == "simulated"
+    assert (tmp_path / "timeline.png").read_bytes().startswith(PNG)
+
+
+def test_two_timelines_share_one_time_axis() -> None:
+    pytest.importorskip("matplotlib")
+    figure = plot_timeline(simulation().timeline, simulation("measured").timeline)
+
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert [axis.get_title(loc="left") for axis in (first, second)] == ["simulated", "measured"]
+
+
+def test_accounts_are_bars_with_their_totals(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    account = simulation().account()
+    figure = plot_account({"before": account, "after": account})
+
+    save_picture(figure, tmp_path / "account.png")
+
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["before", "after"]
+    assert [text.get_text() for text in axis.texts] == [f" {account.bubble_percent:.2f}%"] * 2
+    assert (tmp_path / "account.png").read_bytes().startswith(PNG)
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="got no timelines; expected at least one"):
+        plot_timeline()
+    with pytest.raises(InvalidValueError, match="timeline 0 has no spans; expected something"):
+        plot_timeline(Timeline(("a",), ()))
+    with pytest.raises(InvalidValueError, match="got no bubble accounts; expected at least one"):
+        plot_account({})
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(StateError, match=r"expected it from 'pip install roundpipe\[plot\]'"):
+        plot_timeline(simulation().timeline)
