@@ -42,6 +42,8 @@ bool is_indexing(std::string_view name) {
 // The call as the stream's thread makes it. Holds nothing that Python or a storage owns.
 struct CpuCall {
   OperatorHandle op;
+  // Device tensors as aliases, but out= ones as empty tensors: CPU kernels resize those freely,
+  // some even to another size and back, which the real ones must not see.
   Stack arguments;
   std::optional<size_t> generator_argument;
   uint64_t seed = 0;
@@ -57,22 +59,43 @@ struct CpuCall {
   }
 };
 
-// Where a result of the CPU kernel goes.
-struct Destination {
-  at::Tensor alias;
-
-  void take(const at::Tensor& result, const std::string& operation) const {
-    if (!alias.defined() || !result.defined()) {
-      return;
+// Writes what the CPU kernel gave into the memory that was promised for it.
+void write_results(
+    const std::vector<at::Tensor>& aliases,
+    const std::vector<at::Tensor>& results,
+    const std::string& operation) {
+  const OnWorker worker;
+  TORCH_INTERNAL_ASSERT(aliases.size() == results.size(), operation);
+  for (size_t i = 0; i < aliases.size(); ++i) {
+    if (!aliases[i].defined() || !results[i].defined()) {
+      continue;
     }
     TORCH_CHECK(
-        alias.sizes() == result.sizes(), "the Meta kernel of ", operation, " promises ",
-        alias.sizes(), ", the CPU kernel gives ", result.sizes(),
+        aliases[i].sizes() == results[i].sizes(), "the Meta kernel of ", operation, " promises ",
+        aliases[i].sizes(), ", the CPU kernel gives ", results[i].sizes(),
         ": the fallback must run this operator at once");
-    const OnWorker worker;
-    alias.copy_(result);
+    aliases[i].copy_(results[i]);
   }
-};
+}
+
+// The tensors among `values` for which `wanted` says so, by position.
+std::vector<at::Tensor> tensors_of(const Stack& values, const std::vector<bool>& wanted) {
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (wanted[i]) {
+      for_each_tensor(values[i], [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+    }
+  }
+  return tensors;
+}
+
+std::vector<at::Tensor> aliases_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> aliases;
+  for (const auto& tensor : tensors) {
+    aliases.push_back(tensor.defined() ? alias_of(tensor) : tensor);
+  }
+  return aliases;
+}
 
 class Call {
  public:
@@ -273,26 +296,18 @@ class Call {
     });
   }
 
-  // The task: the CPU kernel, then its new results into the memory promised for them.
+  // The task: the CPU kernel, then what it gave into the memory promised for it.
   std::function<void()> replay(const std::vector<at::Tensor>& fresh) const {
+    const auto out = out_arguments();
     std::vector<bool> is_new;
     for (const auto& declared : schema_.returns()) {
       is_new.push_back(declared.alias_info() == nullptr);
     }
-    std::vector<Destination> destinations;
-    for (const auto& tensor : fresh) {
-      destinations.push_back({tensor.defined() ? alias_of(tensor) : tensor});
-    }
-    return [call = cpu_call(false), is_new, destinations, name = schema_.name()] {
-      const Stack results = call.run();
-      auto destination = destinations.begin();
-      for (size_t i = 0; i < results.size(); ++i) {
-        if (is_new[i]) {
-          for_each_tensor(results[i], [&](const at::Tensor& result) {
-            (destination++)->take(result, name);
-          });
-        }
-      }
+    return [call = cpu_call(), out, is_new, outputs = aliases_of(tensors_of(arguments_, out)),
+            results = aliases_of(fresh), name = schema_.name()] {
+      const Stack returned = call.run();
+      write_results(outputs, tensors_of(call.arguments, out), name);
+      write_results(results, tensors_of(returned, is_new), name);
     };
   }
 
@@ -304,10 +319,10 @@ class Call {
       std::exception_ptr error;
     };
     auto outcome = std::make_shared<Outcome>();
-    auto call = std::make_shared<CpuCall>(cpu_call(true));
+    const auto call = cpu_call();
     launch({}, [call, outcome] {
       try {
-        outcome->results = call->run();
+        outcome->results = call.run();
       } catch (...) {
         outcome->error = std::current_exception(); // for this caller, not for the next host wait
       }
@@ -318,8 +333,8 @@ class Call {
     }
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (schema_.arguments()[i].is_out()) {
-        resize_outputs(arguments_[i], call->arguments[i]);
-        upload(call->arguments[i].toTensor(), arguments_[i].toTensor());
+        resize_outputs(arguments_[i], call.arguments[i]);
+        upload(call.arguments[i].toTensor(), arguments_[i].toTensor());
       }
     }
     Stack results;
@@ -346,29 +361,39 @@ class Call {
   void upload(const at::Tensor& from, const at::Tensor& to) const {
     Launch task{.operation = schema_.name() + " (result)"};
     task.accesses = {access_of(to, true)};
-    task.run = [from, destination = Destination{alias_of(to)}, name = schema_.name()] {
-      destination.take(from, name);
+    task.run = [from, alias = alias_of(to), name = schema_.name()] {
+      write_results({alias}, {from}, name);
     };
     Machine::get().launch(current_stream(device_), std::move(task));
   }
 
   // --- both ---------------------------------------------------------------------------------
 
-  // With `own_outputs` the CPU kernel gets out= tensors that it may resize.
-  CpuCall cpu_call(bool own_outputs) const {
+  std::vector<bool> out_arguments() const {
+    std::vector<bool> out;
+    for (const auto& declared : schema_.arguments()) {
+      out.push_back(declared.is_out());
+    }
+    return out;
+  }
+
+  CpuCall cpu_call() const {
     CpuCall call{op_, {}, generator_argument_, seed_};
+    const auto out = out_arguments();
     for (size_t i = 0; i < arguments_.size(); ++i) {
-      const bool own = own_outputs && schema_.arguments()[i].is_out();
       if (arguments_[i].isDevice()) {
         call.arguments.emplace_back(at::Device(at::kCPU));
-      } else {
-        call.arguments.push_back(map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
-          return own              ? at::Tensor(at::detail::empty_cpu({0}, tensor.scalar_type()))
-              : is_fake(tensor)   ? alias_of(tensor)
-              : tensor.defined() ? private_copy(tensor)
-                                  : tensor;
-        }));
+        continue;
       }
+      call.arguments.push_back(map_tensors(arguments_[i], [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) {
+          return tensor;
+        }
+        if (out[i]) {
+          return at::Tensor(at::detail::empty_cpu({0}, tensor.scalar_type()));
+        }
+        return is_fake(tensor) ? alias_of(tensor) : private_copy(tensor);
+      }));
     }
     return call;
   }
