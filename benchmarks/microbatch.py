@@ -1,8 +1,9 @@
 """Splitting and merging: time against torch's functions (and paddle's), memory of a merge.
 
 Run ``python benchmarks/microbatch.py``. The input is a nested tree of 50 leaves, tensors, numbers
-and strings, cut into 8 pieces; the outputs are 8 trees of 50 leaves. Times are the best of several
-rounds, in which the contestants take turns, on one thread.
+and strings, cut into 8 pieces; the outputs are 8 trees of 50 leaves. Times are processor time on
+one thread, the best of several rounds in which the contestants take turns. Where a spec is given,
+both get the same one.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ def interleaved_best(functions: dict[str, Callable[[], Any]], rounds: int) -> di
     return best
 
 
-def report(title: str, best: dict[str, float]) -> None:
+def report(title: str, functions: dict[str, Callable[[], Any]], rounds: int) -> None:
+    """Print the times; the first function is what the others are held against."""
+    best = interleaved_best(functions, rounds)
+    reference, reference_seconds = next(iter(best.items()))
     print(title)
     for name, seconds in best.items():
-        ratio = seconds / best["torch"]
-        print(f"  {name:<28}{seconds * 1e6:9.1f} us   {ratio:5.2f} of torch's time")
+        ratio = seconds / reference_seconds
+        print(f"  {name:<28}{seconds * 1e6:9.1f} us   {ratio:5.2f} of {reference}'s time")
 
 
 def split_times(rounds: int) -> None:
@@ -69,20 +73,27 @@ def split_times(rounds: int) -> None:
         for key in kwargs
     }
     ours, theirs = microbatch.split_args_kwargs_into_chunks, torch_microbatch
-    functions: dict[str, Callable[[], Any]] = {
-        "torch": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES),
-        "roundpipe": lambda: ours((), kwargs, PIECES),
-        "torch, spec": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES, None, spec),
-        "roundpipe, spec": lambda: ours((), kwargs, PIECES, None, spec),
-        "roundpipe, split_batch": lambda: microbatch.split_batch((), kwargs, None, PIECES),
-        "(the 20 tensor_splits alone)": lambda: [
-            torch.tensor_split(r["hidden"], PIECES) and torch.tensor_split(r["extra"][0], PIECES)
-            for r in kwargs.values()
-        ],
-    }
+    leaves = TENSORS + NUMBERS + STRINGS
     report(
-        f"split: {TENSORS + NUMBERS + STRINGS} leaves into {PIECES} pieces",
-        interleaved_best(functions, rounds),
+        f"split: {leaves} leaves into {PIECES} pieces, no spec",
+        {
+            "torch": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES),
+            "roundpipe": lambda: ours((), kwargs, PIECES),
+            "roundpipe, split_batch": lambda: microbatch.split_batch((), kwargs, None, PIECES),
+            "(the 20 tensor_splits alone)": lambda: [
+                (r["hidden"].tensor_split(PIECES), r["extra"][0].tensor_split(PIECES))
+                for r in kwargs.values()
+            ],
+        },
+        rounds,
+    )
+    report(
+        f"split: {leaves} leaves into {PIECES} pieces, spec",
+        {
+            "torch": lambda: theirs.split_args_kwargs_into_chunks((), kwargs, PIECES, None, spec),
+            "roundpipe": lambda: ours((), kwargs, PIECES, None, spec),
+        },
+        rounds,
     )
 
 
@@ -97,22 +108,22 @@ def merge_times(rounds: int) -> None:
         }
         for key in kwargs
     }
-    functions: dict[str, Callable[[], Any]] = {
-        "torch": lambda: torch_microbatch.merge_chunks(pieces, spec),
-        "roundpipe": lambda: microbatch.merge_chunks(pieces, spec),
-        "roundpipe, no spec": lambda: microbatch.merge_chunks(pieces, None),
-        "roundpipe, merge_outputs": lambda: microbatch.merge_outputs(pieces),
-        "(the 20 cats alone)": lambda: [
-            (
-                torch.cat([p[k]["hidden"] for p in pieces]),
-                torch.cat([p[k]["extra"][0] for p in pieces]),
-            )
-            for k in kwargs
-        ],
-    }
     report(
-        f"merge: {PIECES} outputs of {TENSORS + NUMBERS + STRINGS} leaves",
-        interleaved_best(functions, rounds),
+        f"merge: {PIECES} outputs of {TENSORS + NUMBERS + STRINGS} leaves (torch needs a spec)",
+        {
+            "torch": lambda: torch_microbatch.merge_chunks(pieces, spec),
+            "roundpipe": lambda: microbatch.merge_chunks(pieces, spec),
+            "roundpipe, no spec": lambda: microbatch.merge_chunks(pieces, None),
+            "roundpipe, merge_outputs": lambda: microbatch.merge_outputs(pieces),
+            "(the 20 cats alone)": lambda: [
+                (
+                    torch.cat([p[key]["hidden"] for p in pieces]),
+                    torch.cat([p[key]["extra"][0] for p in pieces]),
+                )
+                for key in kwargs
+            ],
+        },
+        rounds,
     )
 
 
@@ -126,7 +137,8 @@ def paddle_times(rounds: int) -> None:
     ours_in = make_kwargs(lambda i: torch.ones(16, 32 + i))
     theirs_in = make_kwargs(lambda i: paddle.ones([16, 32 + i]))
     ours = microbatch.split_args_kwargs_into_chunks
-    best = interleaved_best(
+    report(
+        "split, with paddle",
         {
             "torch": lambda: torch_microbatch.split_args_kwargs_into_chunks((), ours_in, PIECES),
             "roundpipe": lambda: ours((), ours_in, PIECES),
@@ -134,7 +146,6 @@ def paddle_times(rounds: int) -> None:
         },
         rounds,
     )
-    report("split, with paddle", best)
 
 
 def peak_bytes() -> int:
