@@ -154,10 +154,9 @@ def is_private(name: str) -> bool:
 
 def printing(text: str) -> Iterator[int]:
     """Lines that print, write to a standard stream, or end the process."""
-    forbidden = ("sys.stdout", "sys.stderr", "sys.exit", "os._exit")
+    forbidden = ("print", "exit", "quit", "sys.stdout", "sys.stderr", "sys.exit", "os._exit")
     for node in ast.walk(ast.parse(text)):
-        is_builtin = isinstance(node, ast.Name) and node.id in ("print", "exit", "quit")
-        if is_builtin or (isinstance(node, ast.Attribute) and ast.unparse(node) in forbidden):
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in forbidden:
             yield node.lineno
 
 
