@@ -1,0 +1,226 @@
+"""Cases about splitting and merging that went wrong in public, each told above its test."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from support.cases import STAGES, Scale, fused_plan, grad_of, stage_ranges
+
+# A batch of 8 in three microbatches makes pieces of 3, 3 and 2 rows. A pipeline sized its later
+# stages by the first piece, so the last one came out a row too long and the loss failed. A mean per
+# piece and a mean over the batch also differ here, so what is promised must hold for every cut.
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(
+    ("reduction", "loss", "first", "second"),
+    [("sum", 168.0, 84.0, 56.0), ("mean", 21.0, 10.5, 7.0)],
+)
+def test_uneven_microbatches(
+    stages: int, reduction: str, loss: float, first: float, second: float
+) -> None:
+    layers = [Scale(2.0), Scale(3.0)]
+    model = nn.Sequential(*layers, nn.Identity(), nn.Identity())
+    x = torch.arange(8.0).view(8, 1)
+
+    def loss_fn(output: torch.Tensor, _label: Any) -> torch.Tensor:
+        return output.sum() if reduction == "sum" else output.mean()
+
+    config = RoundPipeRunConfig(
+        num_microbatch=3, execute_plan=fused_plan(4, stages), loss_reduction=reduction
+    )
+    with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe:
+        got, output = pipe.forward_backward((x,), loss_fn=loss_fn, return_outputs=True)
+        pipe.synchronize()
+    assert torch.equal(output, 6 * x)
+    assert got.item() == pytest.approx(loss)
+    assert grad_of(layers[0]) == pytest.approx(first)
+    assert grad_of(layers[1]) == pytest.approx(second)
+
+
+# With fewer rows than microbatches one schedule hung, and another sliced past the end and ran
+# layers on empty pieces. We run with as many microbatches as there are rows, and say so.
+
+
+@pytest.mark.parametrize(("num_microbatch", "stages"), [(4, 1), (4, 3), (1, 3)])
+def test_fewer_rows_than_microbatches(num_microbatch: int, stages: int) -> None:
+    shapes: list[int] = []
+    layers = [Scale(2.0) for _ in range(3)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _m, args: shapes.append(args[0].shape[0]))
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch, execute_plan=fused_plan(3, stages))
+    x = torch.tensor([[1.0], [2.0]])
+
+    def call(pipe: RoundPipe) -> Any:
+        return pipe.forward_backward(
+            (x,), loss_fn=lambda out, _label: out.sum(), return_outputs=True
+        )
+
+    with RoundPipe(nn.Sequential(*layers), devices="cpu:4", model_run_config=config) as pipe:
+        if num_microbatch == 4:
+            with pytest.warns(UserWarning, match=r"2 rows.*fewer than num_microbatch=4"):
+                loss, output = call(pipe)
+        else:
+            loss, output = call(pipe)
+        pipe.synchronize()
+    assert output.tolist() == [[8.0], [16.0]]
+    assert loss.item() == 24.0
+    assert [grad_of(layer) for layer in layers] == [12.0] * 3
+    assert min(shapes) >= 1
+
+
+# A pipeline that took only tensors made a port invent encodings for None, flags and nested values.
+# A list of Python numbers is a value, not a batch to deal out.
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_none_python_values_and_lists_arrive_unchanged(stages: int) -> None:
+    seen: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            with lock:
+                seen.append(kwargs)
+            return x * self.weight * float(kwargs["scale"])
+
+    kwargs = {
+        "mask": None, "scale": 3, "flag": True, "tag": "a", "opts": {"k": None, "pair": [1, 2]},
+    }  # fmt: skip
+    x = torch.arange(4.0).view(4, 1)
+    model = nn.Sequential(First(), nn.Identity(), nn.Identity(), nn.Identity())
+    plan = ModelExecutePlan(stage_ranges(4, stages))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe, torch.no_grad():
+        output = pipe(x, **kwargs)
+    assert torch.equal(output, 3 * x)
+    want = {
+        "mask": None, "scale": 3, "flag": True, "tag": "a", "opts": {"k": None, "pair": [1, 2]},
+    }  # fmt: skip
+    assert seen == [want, want]
+    assert kwargs == want
+
+
+# Gathering outputs failed on 0-dim tensors, then gave a vector, and only for one gather axis.
+
+
+def make_outputs(names: list[int]) -> nn.Sequential:
+    class Outputs(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            number = int(x[0, 0])
+            return {
+                "logits": x, "aux": torch.tensor(float(number)), "n": names[number - 1],
+                "name": "a",
+            }  # fmt: skip
+
+    return nn.Sequential(Outputs())
+
+
+X4 = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
+
+
+def test_zero_dim_outputs_become_their_mean_and_equal_values_stay() -> None:
+    config = RoundPipeRunConfig(num_microbatch=4)
+    with RoundPipe(make_outputs([7] * 4), devices="cpu:2", model_run_config=config) as pipe:
+        with torch.no_grad():
+            merged = pipe(X4)
+    assert list(merged) == ["logits", "aux", "n", "name"]
+    assert torch.equal(merged["logits"], X4)
+    assert merged["aux"].shape == ()
+    assert merged["aux"].item() == 2.5
+    assert (merged["n"], merged["name"]) == (7, "a")
+
+
+def test_unequal_values_are_an_error_that_names_the_key_and_both() -> None:
+    config = RoundPipeRunConfig(num_microbatch=4)
+    with RoundPipe(make_outputs([7, 8, 7, 7]), devices="cpu:2", model_run_config=config) as pipe:
+        with torch.no_grad(), pytest.raises(ValueError, match=r"n'?\]?.*7.*8"):
+            pipe(X4)
+
+
+def test_zero_dim_integers_are_averaged_and_not_cut_off() -> None:
+    class Count(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[0, 0].long()
+
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with RoundPipe(nn.Sequential(Count()), devices="cpu:2", model_run_config=config) as pipe:
+        with torch.no_grad():
+            assert pipe(torch.tensor([[1.0], [2.0]])).item() == 1.5
+
+
+# A schedule compared the output of one microbatch with the label of another. It was noticed only
+# because the shapes differed; with equal shapes it would have trained on wrong pairs.
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_microbatch", range(1, 8))
+def test_labels_meet_their_own_outputs(num_microbatch: int, stages: int) -> None:
+    class Pass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.unit
+
+    pairs: list[tuple[float, float]] = []
+
+    def loss_fn(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        pairs.append((output[0].item(), label[0].item()))
+        return ((output - label) ** 2).sum()
+
+    x = torch.arange(7.0).view(7, 1)
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch, execute_plan=fused_plan(4, stages))
+    model = nn.Sequential(*(Pass() for _ in range(4)))
+    with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe:
+        loss = pipe.forward_backward((x,), label=x.clone(), loss_fn=loss_fn)
+    assert loss.item() == 0.0
+    firsts = [piece[0].item() for piece in x.tensor_split(num_microbatch)]
+    assert sorted(pairs) == [(first, first) for first in firsts]
+
+
+# Users with microbatches of their own could not hand them over; wrong counts must be named.
+
+
+def test_pieces_of_ones_own() -> None:
+    def split(args: Any, kwargs: Any, _count: int) -> Any:
+        return [(args[0][:1],), (args[0][1:],)], [{}, {}]
+
+    layer = Scale(3.0)
+    x = torch.arange(4.0).view(4, 1)
+    config = RoundPipeRunConfig(num_microbatch=2, split_input=split)
+    with RoundPipe(nn.Sequential(layer), devices="cpu:2", model_run_config=config) as pipe:
+        _, output = pipe.forward_backward(
+            (x,), loss_fn=lambda out, _label: out.sum(), return_outputs=True
+        )
+        pipe.synchronize()
+    assert torch.equal(output, 3 * x)
+    assert grad_of(layer) == 6.0
+
+
+def test_wrong_numbers_of_pieces_are_named() -> None:
+    def three(args: Any, _kwargs: Any, _count: int) -> Any:
+        return [(args[0],)] * 3, [{}] * 3
+
+    x = torch.ones(6, 1)
+    with RoundPipe(nn.Sequential(Scale(1.0)), devices="cpu:2") as pipe:
+        with pytest.raises(ValueError, match=r"3.*2|2.*3"):
+            pipe(x, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2, split_input=three))
+        with pytest.raises(ValueError, match=r"3.*2|2.*3"):
+            pipe.forward_backward(
+                (x,), label=x, loss_fn=lambda out, _label: out.sum(),
+                run_config=RoundPipeRunConfig(
+                    num_microbatch=2, split_label=lambda label, _count: [label] * 3
+                ),
+            )  # fmt: skip
