@@ -72,7 +72,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class ResolvedRunConfig:
-    """A run configuration with every choice made; only automatic choices are still ``None``."""
+    """A run configuration with every choice made; only automatic choices are still ``None``.
+
+    Attributes:
+        num_microbatch_given: whether the user chose the number, or it is the built-in one.
+    """
 
     requires_grad: bool
     output_device: torch.device
@@ -84,6 +88,7 @@ class ResolvedRunConfig:
     merge_output: Any
     execute_plan: ModelExecutePlan | None
     loss_reduction: str
+    num_microbatch_given: bool
 
 
 def resolve(
@@ -111,6 +116,8 @@ def resolve(
             value = getattr(source, option.name)
             if value is not None:
                 chosen[option.name] = value
+    given = call.num_microbatch is not None or model.num_microbatch is not None
+    chosen["num_microbatch_given"] = given
     for option in fields(ResolvedRunConfig):
         chosen.setdefault(option.name, None)
     chosen["output_device"] = torch.device(chosen["output_device"])

@@ -242,7 +242,9 @@ class RoundPipe(nn.Module):
     def _split(
         self, config: ResolvedRunConfig, args: Sequence[Any], kwargs: Mapping[str, Any], label: Any
     ) -> Batch:
-        count = packed_count(args, kwargs) or config.num_microbatch
+        count = config.num_microbatch
+        if not config.num_microbatch_given:
+            count = packed_count(args, kwargs) or count
         try:
             return split_batch(
                 tuple(args), dict(kwargs), label, count, config.split_input, config.split_label,
