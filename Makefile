@@ -34,6 +34,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/microbatch.py
+	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/plan.py
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
