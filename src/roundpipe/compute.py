@@ -20,7 +20,7 @@ import torch
 
 from .calls import BufferHistory, Call, Chain, Phase, StageTask
 from .devices.base import Category, Device
-from .errors import InvalidTypeError, StateError
+from .errors import InvalidTypeError, InvalidValueError, StateError
 from .microbatch.tree import flatten, unflatten
 from .random_state import LayerRandomness, layer_seed
 from .stage_weights import BufferName, LayerOnDevice, StageWeights
@@ -507,6 +507,11 @@ def _check_loss(loss: Any) -> None:
         raise InvalidTypeError(
             f"the loss function returned a {type(loss).__name__}; return a scalar tensor or a "
             "sequence of them (without a loss function the model's output must be one)"
+        )
+    if loss.numel() != 1:
+        raise InvalidValueError(
+            f"the loss of a microbatch has shape {tuple(loss.shape)}; return a scalar, reduced by "
+            "sum() or mean() (without a loss function the model's output is the loss: give loss_fn)"
         )
 
 
