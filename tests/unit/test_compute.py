@@ -63,7 +63,7 @@ def run_fickle(*outputs: Any) -> None:
 
 
 def test_recompute_that_returns_another_structure_is_refused() -> None:
-    with pytest.raises(StateError, match="recompute returned .* the forward before it"):
+    with pytest.raises(StateError, match=r"recompute returned .* the forward before it"):
         run_fickle(lambda x: (x,), lambda x: x)
 
 
