@@ -109,6 +109,22 @@ class LayerRecord:
     def __post_init__(self) -> None:
         self.reads_issued = Counter(f"reads of layer {self.index}")
         self.published = Counter(f"the published version of layer {self.index}")
+        self._reads_lock = threading.Lock()
+
+    def add_read(self, over: Event) -> None:
+        """Note a read that is under way, and forget those that are over.
+
+        Where nothing is published, in evaluation or with frozen layers, nobody else would.
+        """
+        with self._reads_lock:
+            self.reads = [read for read in self.reads if not read.query()]
+            self.reads.append(over)
+
+    def take_reads(self) -> list[Event]:
+        """The reads that may still be under way; whoever asks waits for them."""
+        with self._reads_lock:
+            reads, self.reads = self.reads, []
+            return reads
 
     @property
     def label(self) -> str:
@@ -193,7 +209,7 @@ class ParameterStore:
         """An announced read is on its way (over when the event has passed), over, or given up."""
         layer = self.layers[index]
         if over is not None:
-            layer.reads.append(over)
+            layer.add_read(over)
         layer.reads_issued.advance()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -313,8 +329,8 @@ class ParameterStore:
         for index in record.layers:
             layer = self.layers[index]
             layer.reads_issued.wait(declared[index], "publishing new parameters")
-            while layer.reads:
-                layer.reads.pop().synchronize()
+            for read in layer.take_reads():
+                read.synchronize()
         with torch.no_grad():
             record.parameter.copy_(record.master)
         self._dirty.discard(key)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
