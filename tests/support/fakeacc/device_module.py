@@ -9,6 +9,8 @@ from .native import Native
 
 DEVICE_TYPE = "fakeacc"
 
+Device = int | str | torch.device | None
+
 
 class DeviceModule(ModuleType):
     """The functions that torch, its checkpointing and its random state expect of a device type.
@@ -21,7 +23,6 @@ class DeviceModule(ModuleType):
         self.native = native
         self._process = os.getpid()
         self._initialized = True
-        self.device = torch.accelerator.device_index
 
     def device_count(self) -> int:
         return self.native.device_count()
@@ -41,7 +42,11 @@ class DeviceModule(ModuleType):
     def set_device(self, device: int | str | torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
-    def synchronize(self, device: int | str | torch.device | None = None) -> None:
+    def device(self, device: Device) -> torch.accelerator.device_index:
+        """A context with another current device; as it was with `None`."""
+        return torch.accelerator.device_index(None if device is None else self._index(device))
+
+    def synchronize(self, device: Device = None) -> None:
         torch.accelerator.synchronize(device)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -63,5 +68,8 @@ class DeviceModule(ModuleType):
             self._generator(index).manual_seed(seed)
 
     def _generator(self, device: int | str | torch.device) -> torch.Generator:
+        return self.native.default_generator(self._index(device))
+
+    def _index(self, device: int | str | torch.device) -> int:
         index = device if isinstance(device, int) else torch.device(device).index
-        return self.native.default_generator(self.current_device() if index is None else index)
+        return self.current_device() if index is None else index

@@ -413,6 +413,13 @@ class Call {
         task.accesses.push_back(access_of(tensor, true));
       }
     }
+    // In-place operators come here as out= ones, with one tensor as both: a write says it all.
+    const auto accesses = task.accesses;
+    std::erase_if(task.accesses, [&](const Access& read) {
+      return !read.write && std::ranges::any_of(accesses, [&](const Access& other) {
+        return other.write && other.begin == read.begin && other.bytes == read.bytes;
+      });
+    });
     task.run = std::move(run);
     Machine::get().launch(current_stream(device_), std::move(task));
   }
