@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from roundpipe import RoundPipe
 from roundpipe.devices.base import Event
 from roundpipe.errors import Cancelled
 from roundpipe.parameters import GradientSlot, ParameterStore
-from roundpipe.workers import Counter, Scope
+from roundpipe.workers import Scope
 from support.cases import Scale
 from support.faults import InjectedError, watched_pool
+from support.waits import Waits, start, watched_waits
 
 
 class ManualEvent(Event):
@@ -37,58 +37,10 @@ class ManualEvent(Event):
         self._passed.set()
 
 
-class Waits:
-    """Tells when a thread comes to a wait that blocks, by the name of the counter."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._names: list[str] = []
-        self._over = False
-
-    def note(self, name: str) -> None:
-        with self._condition:
-            self._names.append(name)
-            self._condition.notify_all()
-
-    def end(self) -> None:
-        with self._condition:
-            self._over = True
-            self._condition.notify_all()
-
-    def blocked_on(self, part: str) -> bool:
-        """Block until somebody waits for a counter of that name, or the work is over instead."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._over or any(part in n for n in self._names))
-            return any(part in name for name in self._names)
-
-
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    seen, original = Waits(), Counter.wait
-
-    def wait(self: Counter, value: int, who: str, scope: Scope | None = None) -> None:
-        if self.value < value:
-            seen.note(self.name)
-        original(self, value, who, scope)
-
-    monkeypatch.setattr(Counter, "wait", wait)
-    return seen
-
-
-def start(waits: Waits, function: Callable[[], object]) -> Future[object]:
-    """Run something that shall wait on a thread of its own."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            future.set_exception(error)
-        finally:
-            waits.end()
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+def waits() -> Iterator[Waits]:
+    with watched_waits() as seen:
+        yield seen
 
 
 def store_of(*weights: float) -> ParameterStore:
@@ -207,7 +159,7 @@ def test_a_fold_that_fails_does_not_keep_later_calls_waiting() -> None:
 
     store = store_of(1.0)
     slot = next(store.records()).slot((0, 0))
-    slot.put(torch.ones(), FailedEvent())
+    slot.put(torch.tensor(1.0), FailedEvent())
     ((taken, contributions),) = store.take_gradients()
     with pytest.raises(InjectedError):
         store.fold(taken, contributions)
@@ -260,7 +212,7 @@ def test_dropping_and_taking_empty_a_slot() -> None:
     assert not store.holds_gradients()
     slot = next(store.records()).slot((0, 0))
     assert slot.take() is None
-    slot.put(torch.ones(), None)
+    slot.put(torch.tensor(1.0), None)
     assert store.drop_gradients()
     assert slot.content is None
     assert isinstance(slot, GradientSlot)
