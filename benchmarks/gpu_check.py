@@ -20,7 +20,7 @@ from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import open_pool
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = ("tests/devices", "tests/transparency/test_accelerator.py")
+SUITES = ("tests/devices", "tests/transparency/test_matrix_accelerator.py")
 TEST_LIMIT_S = 330
 
 
