@@ -1,254 +1,132 @@
-"""Which version of the parameters each layer of each call computes with, whatever is late.
+"""Which version of the parameters each layer of each call computes with.
 
-With masters θ_0, θ_1, ... after each step, call t computes with θ_max(t-1,0) beside asynchronous
-steps, and with θ_t behind synchronous ones or a ``synchronize``.
+Masters hold their own version's number, so a layer sees it in its weights.
 """
 
 from __future__ import annotations
-
-import contextlib
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.devices import CpuChecks, DevicePool, open_cpu_pool
-from roundpipe.devices.base import Stream
-from roundpipe.parameters import ParameterStore
-from support.cases import config_of, split_plan, sum_loss
+from roundpipe import RoundPipe
+from roundpipe.devices import CpuChecks, open_cpu_pool
 from support.faults import watched_pool
-from support.waits import start, watched_waits
+from support.versions import CONFIG, Gate, Play, advance, build, expected, scaled_sum
 
-LAYERS = 4
-INFER = RoundPipeRunConfig(execute_plan=split_plan(LAYERS, LAYERS))
-
-
-class Versions(nn.Module):
-    """A layer whose weight is its version, and who writes down what it saw."""
-
-    def __init__(self, index: int, seen: list[tuple[int, float]]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.index, self.seen = index, seen
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append((self.index, self.weight.item()))  # appending is atomic
-        return x + self.weight
+PROGRAMS = {
+    "asynchronous: the call before last": ("CACACACA", [0, 0, 1, 2]),
+    "synchronous: the latest": ("CSCSCSCS", [0, 1, 2, 3]),
+    "two calls before one step": ("CCACCACC", [0, 0, 0, 0, 1, 1]),
+    "calls without a step": ("CCCC", [0, 0, 0, 0]),
+    "synchronize makes the latest visible": ("CAYCACYC", [0, 1, 1, 2]),
+    "synchronize between calls without a step": ("CYCYC", [0, 0, 0]),
+    "steps without a call": ("AACAAC", [1, 3]),
+    "a synchronous step after an asynchronous one": ("CACSCAC", [0, 0, 2, 2]),
+    "an asynchronous step after a synchronous one": ("CSCACAC", [0, 1, 1, 2]),
+    "evaluation sees what training sees": ("ECAECAECYE", [0, 0, 0, 0, 1, 1, 2]),
+    "forward and backward by hand": ("FAFAFSFF", [0, 0, 1, 3, 3]),
+}
 
 
-class Training:
-    """A model whose step makes the next version."""
-
-    def __init__(self, pool: DevicePool) -> None:
-        self.seen: list[tuple[int, float]] = []
-        model = nn.Sequential(*(Versions(index, self.seen) for index in range(LAYERS)))
-        self.pipe = RoundPipe(
-            model, devices=pool, model_run_config=config_of(LAYERS, LAYERS, 3), name="net"
-        )
-
-    def call(self) -> float:
-        """Run a call; the one version that all layers saw on all microbatches, in all passes."""
-        self.seen.clear()
-        self.pipe.forward_backward((torch.ones(3),), loss_fn=sum_loss)
-        assert {index for index, _ in self.seen} == set(range(LAYERS))
-        # Forward on three microbatches, and recompute but for the fused last layer.
-        assert len(self.seen) == 3 * (2 * LAYERS - 1)
-        (version,) = {version for _, version in self.seen}
-        return version
-
-    def step_fn(self) -> None:
-        with torch.no_grad():
-            for master in self.pipe.parameters():
-                master.add_(1.0)
-
-    @property
-    def in_model(self) -> list[float]:
-        return [float(p.item()) for p in self.pipe.model.parameters()]
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_call_computes_with_the_version_it_is_entitled_to(name: str, num_devices: int) -> None:
+    program, versions = PROGRAMS[name]
+    seen: list[float] = []
+    with watched_pool(num_devices, CpuChecks(delay_seed=num_devices)) as pool:
+        with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
+            assert Play(pipe, seen).run(program) == versions
+    assert list(expected(program)) == versions
 
 
-@contextlib.contextmanager
-def training(pool: DevicePool) -> Iterator[Training]:
-    made = Training(pool)
-    with made.pipe:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[DevicePool]:
+@settings(max_examples=20, deadline=None)
+@given(program=st.text("CFEAASY", min_size=2, max_size=10))
+def test_any_program_of_calls_and_steps(program: str) -> None:
+    seen: list[float] = []
     with open_cpu_pool(2) as pool:
-        yield pool
+        with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
+            assert Play(pipe, seen).run(program) == list(expected(program))
 
 
-@pytest.mark.parametrize("delay_seed", [None, 1, 2])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_staleness_is_exactly_one_or_none(is_async: bool, delay_seed: int | None) -> None:
-    checks = CpuChecks(delay_seed=delay_seed, max_delay_s=0.001)
-    with watched_pool(2, checks) as pool, training(pool) as run:
-        seen = []
-        for _ in range(5):
-            seen.append(run.call())
-            run.pipe.step(run.step_fn, is_async=is_async)
-        run.pipe.synchronize()
-        assert run.in_model == [5.0] * LAYERS
-    assert seen == [max(t - 1, 0) if is_async else t for t in range(5)]
+def test_a_call_runs_beside_the_step_before_it_and_sees_none_of_it() -> None:
+    seen: list[float] = []
+    gate = Gate()
+    with watched_pool() as pool, RoundPipe(build(seen), devices=pool) as pipe:
+        pipe.model_run_config = CONFIG
+
+        def slow_step() -> None:
+            advance(pipe)
+            gate.stand()
+
+        play = Play(pipe, seen)
+        play.run("C")
+        pipe.step(slow_step)
+        gate.wait_reached()
+        # The masters are version 1 already, and the step is not over; the call neither waits for
+        # it nor sees it.
+        assert play.run("C") == [0, 0]
+        assert not gate.is_open
+        gate.open()
+        assert play.run("ACYC") == [0, 0, 1, 2]
 
 
-def test_a_step_that_ends_long_before_the_call_is_still_not_seen(plain: DevicePool) -> None:
-    with training(plain) as run:
-        run.call()
-        over = threading.Event()
+def test_a_slow_step_changes_nothing_and_a_fast_one_neither() -> None:
+    """The step is over long before the next call, or just before the next step: all the same."""
+    trained: list[list[float]] = []
+    for is_slow in (False, True):
+        seen: list[float] = []
+        gate = Gate()
+        with open_cpu_pool(2) as pool:
+            with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
 
-        def step() -> None:
-            run.step_fn()
-            over.set()
+                def gated_step(pipe: RoundPipe = pipe, gate: Gate = gate) -> None:
+                    gate.stand()
+                    advance(pipe)
 
-        run.pipe.step(step)
-        over.wait()
-        run.pipe._stepper._done.wait(1, "the test")
-        assert run.call() == 0.0
-
-
-def test_a_step_that_ends_long_after_the_call_does_not_hold_it_up(plain: DevicePool) -> None:
-    with training(plain) as run:
-        run.call()
-        go = threading.Event()
-
-        def step() -> None:
-            go.wait()
-            run.step_fn()
-
-        run.pipe.step(step)
-        assert run.call() == 0.0  # while the step waits for what comes behind this call
-        go.set()
-        run.pipe.step(run.step_fn)
-        assert run.call() == 1.0
+                play = Play(pipe, seen)
+                play.run("C")
+                if not is_slow:
+                    gate.open()
+                pipe.step(gated_step)
+                if not is_slow:
+                    pipe._stepper._done.wait(1, "the test")
+                play.run("C")
+                gate.open()
+                trained.append(list(play.run("ACAC")))
+    assert trained == [[0, 0, 1, 2], [0, 0, 1, 2]]
 
 
-@pytest.mark.parametrize("stream", list(Stream)[1:])
-def test_a_stream_that_is_held_back_beside_a_step_changes_no_version(stream: Stream) -> None:
-    with watched_pool() as pool, training(pool) as run:
-        run.call()
-        go = threading.Event()
-
-        def step() -> None:
-            go.wait()
-            run.step_fn()
-
-        with pool.hold(stream) as hold:
-
-            def release() -> None:
-                hold.wait_reached()  # a copy of the second call stands; its step may run now
-                go.set()
-                run.pipe._stepper._done.wait(1, "the test")
-                hold.release()
-
-            helper = threading.Thread(target=release)
-            run.pipe.step(step)
-            helper.start()
-            assert run.call() == 0.0
-            helper.join()
-        run.pipe.step(run.step_fn)
-        assert run.call() == 1.0
+def test_synchronize_puts_the_latest_version_into_the_users_model() -> None:
+    seen: list[float] = []
+    model = build(seen)
+    with RoundPipe(model, devices="cpu:2", model_run_config=CONFIG) as pipe:
+        Play(pipe, seen).run("CACA")
+        pipe.synchronize()
+        assert {value for p in model.parameters() for value in p.tolist()} == {2.0}
 
 
-def test_a_call_waits_for_a_layer_that_is_still_being_published(
-    plain: DevicePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Layer 3 is published only once layer 0 of the call that is entitled to it has run.
-    ran, original = threading.Event(), ParameterStore._publish_parameter
+def test_gradients_of_calls_between_steps_add_up_and_belong_to_the_next_step() -> None:
+    seen: list[float] = []
+    sums: list[list[float]] = []
 
-    def late(self: ParameterStore, record: Any, declared: Any) -> None:
-        if 3 in record.layers and self.submitted_version == 2:
-            ran.wait()
-        original(self, record, declared)
+    def collect() -> None:
+        sums.append([v for p in pipe.parameters() if p.grad is not None for v in p.grad.tolist()])
+        advance(pipe)
 
-    with training(plain) as run:
-        run.call()
-        run.pipe.step(run.step_fn)
-        run.call()
-        monkeypatch.setattr(ParameterStore, "_publish_parameter", late)
-        run.pipe.model[0].register_forward_hook(lambda *_: ran.set())
-        run.pipe.step(run.step_fn)
-        assert run.call() == 1.0
+    def call(scale: float) -> None:
+        label = torch.full((4, 1), scale)
+        pipe.forward_backward((torch.ones(4, 2),), label=label, loss_fn=scaled_sum)
 
-
-def test_a_gradient_belongs_to_the_step_behind_its_call(
-    plain: DevicePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The first step folds only when the second call has come to its end.
-    go, original = threading.Event(), ParameterStore.fold
-    folded: list[list[float]] = []
-
-    def late(self: ParameterStore, record: Any, contributions: Any) -> None:
-        go.wait()
-        original(self, record, contributions)
-
-    with training(plain) as run:
-
-        def step() -> None:
-            folded.append(
-                [float(p.grad.item()) for p in run.pipe.parameters() if p.grad is not None]
-            )
-            run.pipe.zero_grad()
-
-        monkeypatch.setattr(ParameterStore, "fold", late)
-        run.pipe.forward_backward((torch.ones(3),), loss_fn=sum_loss)
-        run.pipe.step(step)
-        run.pipe.forward_backward((torch.ones(30),), loss_fn=sum_loss)
-        go.set()
-        run.pipe.step(step)
-        run.pipe.synchronize()
-    assert folded == [[3.0] * LAYERS, [30.0] * LAYERS]
-
-
-def test_at_most_one_step_is_in_flight(plain: DevicePool) -> None:
-    order: list[str] = []
-    go = threading.Event()
-
-    def first() -> None:
-        go.wait()
-        order.append("first is over")
-
-    with training(plain) as run, watched_waits() as waits:
-        run.pipe.step(first)
-        second = start(waits, lambda: run.pipe.step(lambda: order.append("second runs")))
-        assert waits.blocked_on("steps done of net")
-        go.set()
-        second.result(30)
-        run.pipe.synchronize()
-    assert order == ["first is over", "second runs"]
-
-
-OPERATIONS = st.lists(
-    st.sampled_from(["call", "async", "sync", "synchronize", "evaluate"]), max_size=12
-)
-
-
-@settings(deadline=None, max_examples=25)
-@given(operations=OPERATIONS)
-def test_any_order_of_calls_and_steps(plain: DevicePool, operations: list[str]) -> None:
-    made = readable = 0
-    with training(plain) as run:
-        for operation in operations:
-            if operation == "call":
-                assert run.call() == readable
-            elif operation == "evaluate":
-                run.seen.clear()
-                run.pipe.eval()
-                with torch.no_grad():
-                    run.pipe(torch.ones(3), roundpipe_run_config=INFER)
-                run.pipe.train()
-                assert {version for _, version in run.seen} == {readable}
-            elif operation == "synchronize":
-                run.pipe.synchronize()
-                readable = made
-                assert run.in_model == [made] * LAYERS
-            else:
-                run.pipe.step(run.step_fn, is_async=operation == "async")
-                readable, made = (made if operation == "async" else made + 1), made + 1
+    with watched_pool(2, CpuChecks(delay_seed=3)) as pool:
+        with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
+            call(1.0)
+            call(10.0)
+            pipe.step(collect)
+            call(100.0)
+            pipe.step(collect)
+            pipe.step(collect, is_async=False)
+            call(1000.0)
+            pipe.step(collect, is_async=False)
+    assert sums == [[44.0] * 6, [400.0] * 6, [], [4000.0] * 6]
