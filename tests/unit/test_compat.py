@@ -119,3 +119,78 @@ def test_total_memory_is_asked_of_whoever_knows(monkeypatch: pytest.MonkeyPatch)
     assert compat.total_memory_bytes(device) is None
     monkeypatch.setattr(torch.cpu, "mem_get_info", lambda d: (3, 4), raising=False)
     assert compat.total_memory_bytes(device) == 4
+
+
+def test_backward_tells_whether_its_graph_is_kept() -> None:
+    told: list[bool] = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            told.append(compat.backward_keeps_graph())
+            return grad
+
+    out = Ask.apply(torch.ones(1, requires_grad=True))
+    out.backward(retain_graph=True)
+    out.backward()
+    assert told == [True, False]
+
+
+def test_a_compiled_module_is_looked_into_and_made_again_with_its_options() -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    plain, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    compiled: Any = torch.compile(plain, backend=backend)
+    assert compat.compiled_module_of(plain) is None
+    assert compat.compiled_module_of(compiled) is plain
+    again = compat.recompile_like(compiled, other)
+    assert compat.compiled_module_of(again) is other
+    x = torch.ones(1, 2)
+    assert torch.equal(again(x), other(x))
+    assert graphs == [1]  # the same backend compiled it
+    torch.compiler.reset()
+
+
+def test_without_the_compiler_no_module_is_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
+    assert compat.compiled_module_of(torch.nn.Linear(1, 1)) is None
+
+
+def test_a_gradient_may_have_another_dtype_than_its_leaf() -> None:
+    assert compat.grad_dtype_is_settable() == hasattr(torch.Tensor, "grad_dtype")
+    leaf = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    leaf.grad_dtype = torch.float32
+    leaf.grad = torch.ones(1)
+    (leaf * 2).sum().backward()
+    assert leaf.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("answer", "is_locked"), [(0, True), (1, False)])
+def test_page_locking_asks_the_devices_runtime(
+    answer: int, is_locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:  # noqa: N802
+            asked.append((address, nbytes))
+            return answer
+
+    class WithRuntime:
+        cudart = staticmethod(Runtime)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: WithRuntime)
+    tensor = torch.ones(3)
+    assert compat.host_register(tensor, torch.device("cpu")) is is_locked
+    assert asked == [(tensor.data_ptr(), 12)]
+    assert compat.host_register(torch.ones(0), torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: object())
+    assert not compat.host_register(tensor, torch.device("cpu"))
