@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf.families import FAMILIES, Family, build
-from hf.support import (
+from hf.engine_stand_in import (
     Weights,
     difference,
     fingerprint,
@@ -18,7 +17,10 @@ from hf.support import (
     take_grads,
     without_dropout,
 )
+from hf.families import FAMILIES, Family, build
+from roundpipe.devices.cpu import visible_cores
 from roundpipe.hf import CutModel, cut_model
+from support.plain import intraop_threads
 
 # Families that together need every part of the cut.
 QUICK = {
@@ -102,11 +104,14 @@ def check_engine(family: Family, grain: str) -> None:
     cut = cut_model(model, family.example())
     batch = family.batch(6, 12)
     loss = torch.zeros(())
-    for part in range(3):
-        piece = {name: value.tensor_split(3)[part] for name, value in batch.items()}
-        output = model(**piece, use_cache=False)
-        output.loss.backward()
-        loss = loss + output.loss.detach()
+    # As many threads as each of the engine's two devices has: sums are formed in that order, and a
+    # last bit decides which expert a token goes to.
+    with intraop_threads(max(1, visible_cores() // 2)):
+        for part in range(3):
+            piece = {name: value.tensor_split(3)[part] for name, value in batch.items()}
+            output = model(**piece, use_cache=False)
+            output.loss.backward()
+            loss = loss + output.loss.detach()
     grads = take_grads(model)
     assert torch.equal(run_as_roundpipe(cut, batch, 3, grain), loss)
     # Gradients of a parameter that two pieces have are added in another order.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf.support import Weights, poisoned, run_as_engine, run_as_one_graph
+from hf.engine_stand_in import Weights, poisoned, run_as_engine, run_as_one_graph
 from roundpipe.hf import cut_model
 
 

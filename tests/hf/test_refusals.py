@@ -17,8 +17,8 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from hf.engine_stand_in import run_as_one_graph
 from hf.families import build
-from hf.support import run_as_one_graph
 from hf.test_llama import batch, tiny_llama
 from hf.toys import WIDTH, Layer, Output, Toy, toy_batch
 from roundpipe.errors import InvalidTypeError, RoundPipeError
