@@ -255,7 +255,7 @@ def report(seconds: dict[str, list[float]], tokens: int) -> None:
 def where_time_goes(pipe: RoundPipe) -> None:
     """Busy share of each device in the latest calls, from the event log."""
     spans = [span for span in pipe.event_log if span.microbatch >= 0]
-    calls = sorted({span.call for span in spans})[-3:]
+    calls = sorted({span.call for span in spans})[-2:]  # of one round, with nothing in between
     spans = [span for span in spans if span.call in calls]
     length = max(s.end_ns for s in spans) - min(s.begin_ns for s in spans)
     for device in sorted({span.device for span in spans}):

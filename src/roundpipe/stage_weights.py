@@ -98,6 +98,7 @@ class StageWeights:
         self._seeds: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._pending_reads = list(layers)
         self._storages: set[int] | None = None
+        self._buffers: list[torch.Tensor] = []
         self._plan()
 
     def _plan(self) -> None:
@@ -118,6 +119,9 @@ class StageWeights:
         if self._keeps_grad:
             for record, leaf in self._leaves.values():
                 self._place_gradient(record, leaf)
+        # Kept until `release`, although replicas hold them too: a layer may rebind a buffer while
+        # compute still reads the old one, whose memory the weights stream would get back.
+        self._buffers = list(buffers.values())
         for index in self._range:
             module = self._store.layers[index].module
             self.layers[index] = LayerOnDevice(module, replicate(module, leaves, buffers))
@@ -240,10 +244,11 @@ class StageWeights:
     def release(self) -> None:
         """Give the weights' memory back. Nothing enqueued afterwards may use them."""
         device = self.device
-        self.layers.clear()
         # The memory belongs to the weights stream: without this wait the next upload into it could
         # start while the last microbatch still computes with the old weights.
         device.wait(Stream.WEIGHTS, device.record(Stream.COMPUTE))
+        self.layers.clear()
+        self._buffers.clear()
         self._leaves.clear()
         self._seeds.clear()
         # Where weights are used in place they are read until here.

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from roundpipe.hf import cut_model
 
 from .plain import Batch, Subject
 
@@ -147,12 +150,36 @@ def _build_dropout() -> nn.Sequential:
     )
 
 
+def _build_llama() -> nn.Sequential:
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    layers: nn.Sequential = cut_model(LlamaForCausalLM(config)).layers
+    return layers
+
+
+def _llama_batch(t: int) -> Batch:
+    tokens = torch.randint(0, 40, (ROWS, 7), generator=_generator(t))
+    mask = torch.ones(ROWS, 7, dtype=torch.long)
+    mask[::3, 5:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    return Batch((), {"input_ids": tokens, "attention_mask": mask, "labels": labels}, None)
+
+
+def _own_loss(output: Any, _label: Any) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
+
+
 SUBJECTS = {
     "mlp": Subject(_build_mlp, _mlp_batch, squared_error),
     "conv": Subject(_build_conv, _conv_batch, _cross_entropy),
     "tied": Subject(_build_tied, _token_batch, _cross_entropy, tolerance=1e-6),
     "frozen": Subject(_build_frozen, _token_batch, _cross_entropy),
     "nested": Subject(_build_nested, _nested_batch, squared_error),
+    "llama": Subject(_build_llama, _llama_batch, _own_loss),
 }
 
 DROPOUT = Subject(_build_dropout, _mlp_batch, squared_error)
