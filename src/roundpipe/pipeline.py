@@ -364,7 +364,7 @@ class RoundPipe(nn.Module):
             values = [*chain.losses, *(v.grad for _, v in chain.sources if v.grad is not None)]
             border = chain.output if call.run_type == "fused" else chain.borders.get(output)
             if border is not None:
-                # Backward with retain_graph=True finds outputs that were handed to the user already.
+                # Backward with retain_graph=True finds outputs that the user was given already.
                 values += (value for value in border.values() if value.has_host)
             yield from ((value, chain.index) for value in values)
 
