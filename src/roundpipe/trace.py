@@ -42,7 +42,7 @@ class EventLog:
         capacity: spans kept; older ones are forgotten.
     """
 
-    def __init__(self, capacity: int = 65536) -> None:
+    def __init__(self, capacity: int = 16384) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
 
     def add(self, span: Span) -> None:
