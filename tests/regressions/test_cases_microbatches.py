@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from support.cases import STAGES, Scale, fused_plan, grad_of, stage_ranges
@@ -224,3 +225,43 @@ def test_wrong_numbers_of_pieces_are_named() -> None:
                     num_microbatch=2, split_label=lambda label, _count: [label] * 3
                 ),
             )  # fmt: skip
+
+
+# A mask made for the whole batch was not cut, so each microbatch used the mask of the first rows. A
+# mask of one row goes to all; the rule of a BlockMask gets a batch index, which has to be shifted.
+
+
+def test_a_mask_of_one_row_goes_to_every_microbatch() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x * mask
+
+    x = torch.arange(12.0).view(4, 3)
+    mask = torch.tensor([[True, False, True]])
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with RoundPipe(nn.Sequential(Masked()), devices="cpu:2", model_run_config=config) as pipe:
+        with torch.no_grad():
+            output = pipe(x, mask=mask)
+    assert output.tolist() == [[0, 0, 2], [3, 0, 5], [6, 0, 8], [9, 0, 11]]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_rule_of_a_block_mask_knows_its_own_rows() -> None:
+    class Attend(nn.Module):
+        def forward(self, v: torch.Tensor, block_mask: Any) -> torch.Tensor:
+            q = torch.zeros_like(v)
+            out: Any = flex_attention(q, q, v, block_mask=block_mask)
+            result: torch.Tensor = out
+            return result
+
+    mask = create_block_mask(
+        lambda b, _h, q, k: k <= q + b, B=4, H=None, Q_LEN=4, KV_LEN=4, device="cpu", BLOCK_SIZE=2
+    )
+    v = torch.arange(4.0).view(1, 1, 4, 1).expand(4, 1, 4, 1).contiguous()
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with RoundPipe(nn.Sequential(Attend()), devices="cpu:2", model_run_config=config) as pipe:
+        with torch.no_grad():
+            output = pipe(v, block_mask=mask)
+    assert output.view(4, 4).tolist() == [
+        [0.0, 0.5, 1.0, 1.5], [0.5, 1.0, 1.5, 1.5], [1.0, 1.5, 1.5, 1.5], [1.5] * 4,
+    ]  # fmt: skip
