@@ -79,3 +79,17 @@ def test_poison_as_an_index_raises() -> None:
     x.index_select(0, index)
     with pytest.raises(torch.AcceleratorError, match="out of range"):
         fakeacc.drain()
+
+
+def test_a_wait_that_raises_has_waited_for_everything() -> None:
+    streams = [torch.Stream(device) for device in ("fakeacc:0", "fakeacc:1") for _ in range(3)]
+    queue_failure("fakeacc:0")
+    queue_failure("fakeacc:1")
+    with fakeacc.latency(kernel_ms=5.0):
+        for stream in streams:
+            with stream:
+                torch.zeros(1, device=stream.device)
+    with pytest.raises(torch.AcceleratorError, match="failed on stream"):
+        fakeacc.drain()
+    assert all(stream.query() for stream in streams)
+    fakeacc.drain()

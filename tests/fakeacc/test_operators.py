@@ -220,3 +220,15 @@ def test_save_load_and_deepcopy() -> None:
     assert torch.load(buffer).device == torch.device("fakeacc:1")
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, map_location="cpu"), x.cpu())
+
+
+def test_inference_mode() -> None:
+    layer = torch.nn.Linear(4, 4).to("fakeacc:0")
+    with torch.inference_mode():
+        x = torch.ones(2, 4, device="fakeacc:0")
+        x.add_(1)
+        x[0].zero_()
+        y = layer(x).to("fakeacc:1").cpu()
+    with torch.no_grad():
+        expected = layer(torch.tensor([[0.0] * 4, [2.0] * 4], device="fakeacc:0"))
+    assert torch.equal(y, expected.cpu())

@@ -194,11 +194,13 @@ def drain() -> None:
     """Waits until nothing is queued on any device.
 
     Raises:
-        torch.AcceleratorError: A kernel failed and no wait of the host has raised that yet.
+        torch.AcceleratorError: A kernel failed and no wait of the host has raised that yet. The
+            devices are idle all the same.
     """
     native = _native()
-    for device in range(native.device_count()):
-        native.synchronize_device(device)
+    with contextlib.ExitStack() as stack:  # every device, whatever the others raise
+        for device in range(native.device_count()):
+            stack.callback(native.synchronize_device, device)
 
 
 def allocated_bytes(device: int) -> int:

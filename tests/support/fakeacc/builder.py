@@ -33,6 +33,7 @@ _UNITS = {
         "generator",
         "tensors",
         "shadows",
+        "cpu_call",
         "fallback",
         "kernels",
         "host_watch",

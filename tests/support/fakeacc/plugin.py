@@ -1,7 +1,9 @@
 """The fake accelerator in a pytest run: loaded before collection, no report after any test.
 
-A conftest activates it, and only in a process that runs nothing else: the device type is there for
-good. `FAKEACC_DEVICES` gives the number of devices.
+Only for a process that runs nothing else: the device type is there for good. `FAKEACC_DEVICES`
+gives the number of devices. Any tests run on it with
+
+    PYTHONPATH=tests python -m pytest -p support.fakeacc.plugin tests/devices
 """
 
 import os
@@ -40,6 +42,12 @@ class FakeAcceleratorPlugin:
         if found:
             listed = "\n".join(f"- {report}" for report in found[:20])
             pytest.fail(f"{len(found)} unordered accesses to memory:\n{listed}", pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where this module itself is the plugin, by `-p`."""
+    if not is_active(config):
+        activate(config)
 
 
 def activate(config: pytest.Config) -> None:

@@ -1,12 +1,12 @@
 #include "fallback.h"
 
 #include "boxed.h"
+#include "cpu_call.h"
 #include "device.h"
 #include "generator.h"
 #include "shadows.h"
 #include "tensors.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
@@ -37,64 +37,6 @@ bool is_indexing(std::string_view name) {
   return is_one_of(
       name, {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_",
              "aten::_unsafe_index_put", "aten::_index_put_impl_"});
-}
-
-// The call as the stream's thread makes it. Holds nothing that Python or a storage owns.
-struct CpuCall {
-  OperatorHandle op;
-  // Device tensors as aliases, but out= ones as empty tensors: CPU kernels resize those freely,
-  // some even to another size and back, which the real ones must not see.
-  Stack arguments;
-  std::optional<size_t> generator_argument;
-  uint64_t seed = 0;
-
-  Stack run() const {
-    const OnWorker worker;
-    Stack stack = arguments;
-    if (generator_argument) {
-      stack[*generator_argument] = at::detail::createCPUGenerator(seed);
-    }
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
-    return stack;
-  }
-};
-
-// Writes what the CPU kernel gave into the memory that was promised for it.
-void write_results(
-    const std::vector<at::Tensor>& aliases,
-    const std::vector<at::Tensor>& results,
-    const std::string& operation) {
-  const OnWorker worker;
-  TORCH_INTERNAL_ASSERT(aliases.size() == results.size(), operation);
-  for (size_t i = 0; i < aliases.size(); ++i) {
-    if (!aliases[i].defined() || !results[i].defined()) {
-      continue;
-    }
-    TORCH_CHECK(
-        aliases[i].sizes() == results[i].sizes(), "the Meta kernel of ", operation, " promises ",
-        aliases[i].sizes(), ", the CPU kernel gives ", results[i].sizes(),
-        ": the fallback must run this operator at once");
-    aliases[i].copy_(results[i]);
-  }
-}
-
-// The tensors among `values` for which `wanted` says so, by position.
-std::vector<at::Tensor> tensors_of(const Stack& values, const std::vector<bool>& wanted) {
-  std::vector<at::Tensor> tensors;
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (wanted[i]) {
-      for_each_tensor(values[i], [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
-    }
-  }
-  return tensors;
-}
-
-std::vector<at::Tensor> aliases_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> aliases;
-  for (const auto& tensor : tensors) {
-    aliases.push_back(tensor.defined() ? alias_of(tensor) : tensor);
-  }
-  return aliases;
 }
 
 class Call {

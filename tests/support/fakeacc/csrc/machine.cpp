@@ -146,12 +146,8 @@ bool Machine::query(const MarkPtr& mark) {
 }
 
 void Machine::synchronize(Stream& stream) {
-  std::unique_lock guard(lock_);
-  const auto entry = stream.pushed;
-  const auto seen = stream.clock;
-  guard.unlock();
-  wait_on_host(stream, entry);
-  finish_host_wait(stream, seen);
+  wait_for(stream);
+  raise_error(stream.device);
 }
 
 void Machine::synchronize(const MarkPtr& mark) {
@@ -166,9 +162,20 @@ void Machine::synchronize_device(int device) {
     auto* stream = streams_[static_cast<size_t>(device)][static_cast<size_t>(id)].get();
     guard.unlock();
     if (stream != nullptr) {
-      synchronize(*stream);
+      wait_for(*stream);
     }
   }
+  raise_error(device); // after all of them: a caller that catches it finds the device idle
+}
+
+void Machine::wait_for(Stream& stream) {
+  std::unique_lock guard(lock_);
+  const auto entry = stream.pushed;
+  const auto seen = stream.clock;
+  guard.unlock();
+  wait_on_host(stream, entry);
+  guard.lock();
+  checker_.host.join(seen);
 }
 
 void Machine::finish_host_wait(Stream& stream, const VectorClock& seen) {

@@ -116,6 +116,7 @@ class Machine {
   std::chrono::microseconds draw_latency(const Launch& launch);
   void fail(const Stream& stream, const Task& task);
   void raise_error(int device);
+  void wait_for(Stream& stream);
   void finish_host_wait(Stream& stream, const VectorClock& seen);
 
   std::mutex lock_;
