@@ -145,7 +145,9 @@ def test_ctrl_c_while_loading(
 
     monkeypatch.setattr("roundpipe.cli.job.load_model", load)
     assert finetune(recipe_file) == 130
-    assert "Interrupted before training. Nothing was saved" in capsys.readouterr().err
+    assert (
+        "Interrupted before the first step was done. Nothing was saved" in capsys.readouterr().err
+    )
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_leaves_nothing(

@@ -81,7 +81,11 @@ class FineTuning:
             self._run()
         except KeyboardInterrupt:
             steps = self._recipe.training.steps
-            done = f"after {self._step} of {steps} steps" if self._step else "before training"
+            done = (
+                f"after {self._step} of {steps} steps"
+                if self._step
+                else "before the first step was done"
+            )
             raise CommandInterrupted(
                 f"Interrupted {done}. Nothing was saved; {self._recipe.output.folder} is as it "
                 "was before."
