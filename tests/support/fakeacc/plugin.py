@@ -47,10 +47,10 @@ class FakeAcceleratorPlugin:
 def pytest_configure(config: pytest.Config) -> None:
     """Where this module itself is the plugin, by `-p`."""
     if not is_active(config):
-        activate(config)
+        activate(config, int(os.environ.get(DEVICES_VARIABLE, DEFAULT_DEVICES)))
 
 
-def activate(config: pytest.Config) -> None:
+def activate(config: pytest.Config, num_devices: int = DEFAULT_DEVICES) -> None:
     """Loads the fake accelerator and registers the plugin.
 
     Raises:
@@ -58,7 +58,7 @@ def activate(config: pytest.Config) -> None:
     """
     problem = fakeacc.missing_requirement()
     if problem is None:
-        fakeacc.load(int(os.environ.get(DEVICES_VARIABLE, DEFAULT_DEVICES)))
+        fakeacc.load(num_devices)
     elif os.environ.get("CI"):
         raise pytest.UsageError(f"no fake accelerator, but CI must run its tests: {problem}")
     config.pluginmanager.register(FakeAcceleratorPlugin(problem), PLUGIN_NAME)
