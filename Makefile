@@ -34,6 +34,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/microbatch.py
 	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/plan.py

@@ -9,6 +9,7 @@ from torch import nn
 from .devices.base import Device
 from .plan import (
     ENGINE_RULES,
+    MODEL_SHARE_OF_MEMORY,
     DeviceSpec,
     LayerCost,
     LayerCosts,
@@ -19,10 +20,6 @@ from .plan import (
     default_plan,
     plan_iteration,
 )
-
-# A stage may use half of the share of a device's memory that the model may use, since the next
-# stage's weights arrive meanwhile.
-MODEL_SHARE_OF_MEMORY = 0.6
 
 # Times are estimated from bytes, so only their ratios mean something: a megabyte of weights counts
 # as a millisecond for a microbatch, backward as twice forward, and a layer without weights as a
@@ -87,6 +84,7 @@ def plan_from_sizes(
     would change the order in which gradients are summed.
     """
     known = [size for size in (d.memory().total_bytes for d in devices) if size is not None]
+    # Half of what the model may use, since the next stage's weights arrive meanwhile.
     limit = int(min(known) * MODEL_SHARE_OF_MEMORY / 2) if known else None
     if run_type != "fused":
         sizes = [layer_bytes(layer) for layer in layers]

@@ -18,6 +18,7 @@ from torch import nn
 
 from .autograd import Bridge
 from .calls import Call, Chain, LossFunction
+from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from .context import CallerContext
 from .costs import estimated_costs, machine_of, plan_from_sizes
@@ -72,7 +73,8 @@ class RoundPipe(nn.Module):
 
     Raises:
         InvalidTypeError: ``model`` is no module, or has parameters that are not in host memory.
-        InvalidValueError: an empty model, an unknown ``pin_model`` or ``devices``.
+        InvalidValueError: an empty model, an unknown ``pin_model`` or ``devices``, or an
+            ``accumulate_dtype`` that this torch cannot accumulate in.
     """
 
     def __init__(
@@ -92,6 +94,11 @@ class RoundPipe(nn.Module):
             raise InvalidTypeError(
                 f"model_run_config is a {type(model_run_config).__name__}; give a "
                 "RoundPipeRunConfig"
+            )
+        if accumulate_dtype is not None and not grad_dtype_is_settable():
+            raise InvalidValueError(
+                f"accumulate_dtype={accumulate_dtype} needs Tensor.grad_dtype, which torch "
+                f"{torch.__version__} lacks; leave it out or install a newer torch"
             )
         if name is None:
             caller = sys._getframe(1)

@@ -133,12 +133,6 @@ class Value:
             raise RuntimeError("a value that never came home was asked for")
         return self._host
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        tensor = self._host if self._host is not None else next(iter(self._copies.values()))[0]
-        return tensor.numel() * tensor.element_size()
-
 
 def download(
     device: Device, tensor: torch.Tensor, buffer: torch.Tensor | None = None
@@ -211,12 +205,6 @@ class Border:
             if isinstance(leaf, Value) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 yield leaf
-
-    def send(self, device: Device) -> None:
-        """Start moving everything to ``device``."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Value):
-                leaf.send(device)
 
     def home(self) -> Any:
         """The tree with its tensors in host memory; blocks until they are there."""

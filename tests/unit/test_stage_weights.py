@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.errors import InvalidValueError
 from support.faults import watched_pool
 
 
@@ -36,3 +37,36 @@ def test_what_earlier_calls_accumulated_is_added_to_in_the_right_order(
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert gradient is not None
         torch.testing.assert_close(parameter.grad, 4 * gradient, rtol=0.02, atol=0.02)
+
+
+class Weight(nn.Module):
+    """Its gradient is the sum of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w
+
+
+@pytest.mark.parametrize(("accumulate_dtype", "gradient"), [(None, 256.0), (torch.float32, 300.0)])
+def test_many_microbatches_cost_no_precision_if_they_accumulate_in_fp32(
+    accumulate_dtype: torch.dtype | None, gradient: float
+) -> None:
+    # In bfloat16, as in a plain loop, 256 + 1 is 256.
+    config = RoundPipeRunConfig(num_microbatch=300)
+    with RoundPipe(
+        Weight(), model_run_config=config, devices="cpu:1", accumulate_dtype=accumulate_dtype
+    ) as pipe:
+        pipe.forward_backward((torch.ones(300, 1, dtype=torch.bfloat16),), loss_fn=sum_loss)
+        pipe.synchronize()
+        assert pipe.model.w.grad.item() == gradient
+
+
+def test_accumulating_in_another_dtype_needs_a_torch_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roundpipe.pipeline.grad_dtype_is_settable", lambda: False)
+    with pytest.raises(InvalidValueError, match=r"needs Tensor\.grad_dtype, which torch"):
+        RoundPipe(Weight(), devices="cpu:1", accumulate_dtype=torch.float32)

@@ -9,7 +9,12 @@ timeline (``simulate``, ``timeline``), which is accounted for (``bubbles``) and 
 
 from roundpipe.plan.bubbles import BubbleAccount, account_of
 from roundpipe.plan.costs import DeviceSpec, LayerCost, LayerCosts, Machine
-from roundpipe.plan.execute_plan import ModelExecutePlan, Plannable, default_plan
+from roundpipe.plan.execute_plan import (
+    MODEL_SHARE_OF_MEMORY,
+    ModelExecutePlan,
+    Plannable,
+    default_plan,
+)
 from roundpipe.plan.explain import Explanation, explain
 from roundpipe.plan.planner import Planned, plan_iteration, plan_models
 from roundpipe.plan.simulate import Simulation, simulate
@@ -19,6 +24,7 @@ from roundpipe.plan.workload import ENGINE_RULES, EngineRules, PlanLimits, Workl
 
 __all__ = [
     "ENGINE_RULES",
+    "MODEL_SHARE_OF_MEMORY",
     "BubbleAccount",
     "DeviceSpec",
     "EngineRules",
