@@ -13,7 +13,7 @@ not when it is ready: what a call computes with never depends on how fast the op
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .errors import Where, add_where
@@ -39,13 +39,25 @@ masters_visible = StepContext()
 
 
 class _Job:
-    """One step on its way: what it folds, what it runs, how it ended."""
+    """What the thread does next: publish a version and, but for ``synchronize``, run a step.
+
+    Attributes:
+        version: the version to publish, which the masters hold.
+        declared: for each layer, the reads that publishing must wait for.
+        step_fn: what makes the next version; None to only publish.
+        gradients: what the step folds.
+        error: how it ended, if it failed.
+    """
 
     def __init__(
         self,
-        step_fn: Callable[[], Any],
-        gradients: list[tuple[ParameterRecord, list[Contribution]]],
+        version: int,
+        declared: list[int],
+        step_fn: Callable[[], Any] | None = None,
+        gradients: Sequence[tuple[ParameterRecord, list[Contribution]]] = (),
     ) -> None:
+        self.version = version
+        self.declared = declared
         self.step_fn = step_fn
         self.gradients = gradients
         self.error: BaseException | None = None
@@ -76,22 +88,25 @@ class Stepper:
             BaseException: what an earlier, or (synchronous) this step function raised.
         """
         self.wait()
-        if self._worker is None:
-            self._worker = Worker(f"roundpipe-optimizer-{self._name}")
         store = self._store
         # Taken now and not when the thread gets to it: gradients of a later call belong to the
         # next step (rule 5 of the store).
         store.adopt_user_gradients()
-        job = _Job(step_fn, store.take_gradients())
         version = store.submitted_version
-        declared = store.declared_reads()
+        job = _Job(version, store.declared_reads(), step_fn, store.take_gradients())
         store.submitted_version = version + 1
-        store.entitled_version = version
-        self._job = job
-        self._submitted += 1
-        self._worker.submit(lambda: self._run(job, version, declared))
+        self._start(job)
         if not is_async:
             self.publish_latest()
+
+    def _start(self, job: _Job) -> None:
+        """Hand the job to the thread; calls from now on read what it publishes."""
+        if self._worker is None:
+            self._worker = Worker(f"roundpipe-optimizer-{self._name}")
+        self._store.entitled_version = job.version
+        self._job = job
+        self._submitted += 1
+        self._worker.submit(lambda: self._run(job))
 
     def wait(self) -> None:
         """Wait for the step in flight.
@@ -121,8 +136,9 @@ class Stepper:
             version = store.submitted_version
             is_over = self._done.value >= self._submitted
             if is_over and store.entitled_version < version:
-                store.publish(version, store.declared_reads())
-                store.entitled_version = version
+                # On the thread, not here: Ctrl-C in the middle would leave layers of two versions.
+                self._start(_Job(version, store.declared_reads()))
+                self.wait()
 
     def on_own_thread(self) -> bool:
         """Whether the calling thread is the one that runs the step functions."""
@@ -139,19 +155,24 @@ class Stepper:
                 "raise the error", self._name, exc_info=job.error,
             )  # fmt: skip
 
-    def _run(self, job: _Job, version: int, declared: list[int]) -> None:
+    def _run(self, job: _Job) -> None:
         try:
-            self._store.publish(version, declared)
-            try:
-                for record, contributions in job.gradients:
-                    self._store.fold(record, contributions)
-            finally:
-                job.gradients.clear()
-            with masters_visible:
-                job.step_fn()
+            self._store.publish(job.version, job.declared)
+            if job.step_fn is not None:
+                self._step(job.step_fn, job)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, raised there
             add_where(error, Where(model=self._name, phase="step"))
             job.error = error
         finally:
-            self._store.mark_all_dirty()
             self._done.advance()
+
+    def _step(self, step_fn: Callable[[], Any], job: _Job) -> None:
+        try:
+            for record, contributions in job.gradients:
+                self._store.fold(record, contributions)
+            job.gradients = ()  # a step function that frees the masters' gradients frees them all
+            with masters_visible:
+                step_fn()
+        finally:
+            # Also after a failure: it may have changed any master before.
+            self._store.mark_all_dirty()

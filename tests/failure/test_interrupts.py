@@ -18,6 +18,7 @@ from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import DevicePool
+from roundpipe.parameters import ParameterRecord, ParameterStore
 from support.faults import no_thread_left, open_kind
 
 LAYERS, MICROBATCHES = 4, 8
@@ -146,6 +147,37 @@ def test_waiting_for_a_step_can_be_interrupted_and_waited_for_again(waiter: str)
         pipe.synchronize()
         # The gradient of each weight is the sum of four ones.
         assert torch.equal(weight.detach(), before - 4.0)
+
+
+def test_a_publish_is_not_left_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of two versions: the first had the step's weights, the rest those before it."""
+    key, go = CtrlC(), threading.Event()
+    publish = ParameterStore._publish_parameter
+
+    def pressed(store: ParameterStore, record: ParameterRecord, declared: list[int]) -> None:
+        publish(store, record, declared)
+        if not key.noticed.is_set():
+            key.press()
+            go.wait()
+
+    x = torch.ones(4, 2)
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    with RoundPipe(model, devices="cpu:2") as pipe, key.caught():
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        pipe.forward_backward((x,), loss_fn=lambda out, _: out.sum())
+        pipe.step(optimizer.step)
+        pipe._stepper.wait()
+        monkeypatch.setattr(ParameterStore, "_publish_parameter", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.synchronize()
+        go.set()
+        with torch.no_grad():
+            got = pipe(x)
+        weights = [m.detach() for m in pipe.optim_parameters()]
+    want = x
+    for weight in weights:
+        want = nn.functional.linear(want, weight)
+    torch.testing.assert_close(got, want)
 
 
 def test_a_second_press_does_not_leave_the_devices_running(pool: DevicePool) -> None:
