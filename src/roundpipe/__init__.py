@@ -2,7 +2,8 @@
 
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
-from roundpipe.pipeline import OptimizerCtx, RoundPipe
+from roundpipe.facade import OptimizerCtx
+from roundpipe.pipeline import RoundPipe
 from roundpipe.plan import ModelExecutePlan
 
 __version__ = "0.1.0"

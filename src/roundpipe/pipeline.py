@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .autograd import Bridge
 from .calls import Call, Chain, LossFunction
 from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -32,25 +31,33 @@ from .errors import (
     Where,
     add_where,
 )
-from .microbatch import Batch, merge_outputs, packed_count, split_batch
-from .microbatch.tree import flatten, unflatten
+from .facade import WrappedModel
+from .microbatch import Batch, packed_count, split_batch
 from .parameters import ParameterStore
 from .pinning import pin_parameters
 from .plan import LayerCosts, Machine, ModelExecutePlan
 from .random_state import LayerRandomness, draw_call_seed
-from .stepping import Stepper, masters_visible
+from .results import (
+    commit_buffers,
+    give_input_gradients,
+    homecoming,
+    merged,
+    outputs_of,
+    summed_losses,
+)
+from .stepping import Stepper
 from .trace import EventLog
-from .transfer import Border, Value
+from .transfer import Border
 
 Self = TypeVar("Self", bound="RoundPipe")
-DROPPED = "gradients accumulated since the last step were dropped"
+_DROPPED = "gradients accumulated since the last step were dropped"
 
 
 def _identity_loss(outputs: Any, _label: Any) -> Any:
     return outputs
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(WrappedModel):
     """Trains ``model`` through a pool of devices, its weights staying in host memory.
 
     The model stays the user's: it is not rebuilt, and after :meth:`synchronize` it holds the
@@ -76,6 +83,8 @@ class RoundPipe(nn.Module):
         InvalidValueError: an empty model, an unknown ``pin_model`` or ``devices``, or an
             ``accumulate_dtype`` that this torch cannot accumulate in.
     """
+
+    _OWN = ("model_run_config", "name")
 
     def __init__(
         self,
@@ -115,12 +124,9 @@ class RoundPipe(nn.Module):
         store = ParameterStore(layers, names, optim_dtype)
         engine = Engine(name, pool, store, LayerRandomness(), EventLog(), accumulate_dtype)
         stepper = Stepper(store, name)
-        # Own attributes go around __setattr__, which forwards to the model.
+        super().__init__(model, name, store)
         self.__dict__.update(
-            model=model,
-            name=name,
             model_run_config=model_run_config,
-            _original=None,
             _engine=engine,
             _stepper=stepper,
             _options={"optim_dtype": optim_dtype, "pin_model": pin_model, "devices": devices,
@@ -128,7 +134,6 @@ class RoundPipe(nn.Module):
             _busy=threading.Lock(),
             _calls=0,
             _plans={},
-            _warned=set(),
             _close=weakref.finalize(self, _close_parts, stepper, owned),
         )  # fmt: skip
 
@@ -167,11 +172,12 @@ class RoundPipe(nn.Module):
             batch = self._split(config, args, kwargs, None)
             call = self._new_call(run_type, config, batch)
             stages = forward_stages(call.plan, run_type, self._first_trainable(call))
+            num_layers = len(self._engine.store.layers)
             with self._effects(call):
                 self._run(call, stages)
-                merged = self._merge(call, self._outputs(call))
-                self._commit_buffers(call)
-            return merged
+                output = self._merge(call, outputs_of(call, num_layers, self._run_backward))
+                commit_buffers(call, self._engine.store.layers)
+            return output
 
     def forward_backward(
         self,
@@ -222,16 +228,16 @@ class RoundPipe(nn.Module):
             call = self._new_call("fused", config, batch)
             call.loss_fn, call.return_outputs = loss_fn, return_outputs
             stages = forward_stages(call.plan, "fused", self._first_trainable(call))
-            merged = None
+            output = None
             with self._effects(call):
                 self._run(call, stages)
-                losses = _sum_losses(call)
+                losses = summed_losses(call)
                 if return_outputs:
                     outputs = [c.output.home() for c in call.chains if c.output is not None]
-                    merged = self._merge(call, outputs)
-                self._give_input_gradients(call)
-                self._commit_buffers(call)
-            return (losses, merged) if return_outputs else losses
+                    output = self._merge(call, outputs)
+                give_input_gradients(call)
+                commit_buffers(call, self._engine.store.layers)
+            return (losses, output) if return_outputs else losses
 
     # --- stations of a call ------------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class RoundPipe(nn.Module):
             raise  # what was given cannot be cut; nothing has run and nothing is lost
         except BaseException as error:
             dropped = config.requires_grad and self._engine.store.drop_gradients()
-            add_where(error, Where(model=self.name, phase="split"), DROPPED if dropped else None)
+            add_where(error, Where(model=self.name, phase="split"), _DROPPED if dropped else None)
             raise
 
     def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
@@ -342,7 +348,7 @@ class RoundPipe(nn.Module):
             if call.keeps_grad:
                 store.drop_gradients()
             if accumulated:
-                add_where(error, Where(model=self.name), DROPPED)
+                add_where(error, Where(model=self.name), _DROPPED)
             raise
 
     def _run(self, call: Call, stages: Any) -> None:
@@ -351,7 +357,7 @@ class RoundPipe(nn.Module):
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
         with engine.randomness.watch_call(self.name):
             Run(engine, call, tasks).execute()
-        for value, microbatch in self._homecoming(call):
+        for value, microbatch in homecoming(call, len(engine.store.layers)):
             # What failed on its way home fails the call now, before anything has taken effect.
             try:
                 value.home()
@@ -361,63 +367,6 @@ class RoundPipe(nn.Module):
                 add_where(error, where)
                 raise
         self._stepper.raise_failure()
-
-    def _homecoming(self, call: Call) -> Iterator[tuple[Value, int | None]]:
-        """What a run sends home, each with its microbatch."""
-        for history in call.histories.values():
-            yield from ((value, None) for value in history.latest.values())
-        output = len(self._engine.store.layers)
-        for chain in call.chains:
-            values = [*chain.losses, *(v.grad for _, v in chain.sources if v.grad is not None)]
-            border = chain.output if call.run_type == "fused" else chain.borders.get(output)
-            if border is not None:
-                # Backward with retain_graph=True finds outputs that the user was given already.
-                values += (value for value in border.values() if value.has_host)
-            yield from ((value, chain.index) for value in values)
-
-    def _commit_buffers(self, call: Call) -> None:
-        """Write what the layers' forwards made of their buffers into the user's model."""
-        changes: dict[int, tuple[int, nn.Module, str, torch.Tensor]] = {}
-        for index, history in call.histories.items():
-            modules = dict(self._engine.store.layers[index].module.named_modules())
-            for (path, name), value in history.latest.items():
-                owner = modules[path]
-                buffer = owner._buffers[name]
-                if buffer is None:
-                    continue
-                known = changes.setdefault(id(buffer), (index, owner, name, value.home()))
-                if known[0] != index:
-                    raise StateError(
-                        f"buffer {name!r} of {type(owner).__name__} is shared by layers {known[0]} "
-                        f"and {index}, which both change it; give each layer its own"
-                    )
-        with torch.no_grad():
-            for _, owner, name, new in changes.values():
-                buffer = owner._buffers[name]
-                if buffer is not None and (buffer.shape, buffer.dtype) == (new.shape, new.dtype):
-                    buffer.copy_(new)
-                else:
-                    owner._buffers[name] = new
-
-    def _outputs(self, call: Call) -> list[Any]:
-        """For each microbatch its output tree in host memory, connected to the user's graph."""
-        num_layers = len(self._engine.store.layers)
-        carrying: dict[int, torch.Tensor] = {}
-        if call.run_type == "train":
-            bridge = Bridge(call, num_layers, self._run_backward)
-            carrying = bridge.connect()
-        outputs = []
-        for chain in call.chains:
-            border = chain.borders[num_layers]
-            leaves = [
-                carrying.get(id(leaf), leaf) if isinstance(leaf, Value) else leaf
-                for leaf in border.leaves
-            ]
-            outputs.append(Border(border.structure, leaves).home())
-            for value in border.values():
-                if call.run_type == "infer" or not _is_saved(value, chain, num_layers):
-                    value.drop_host()  # the user's from here on; backward needs only its gradient
-        return outputs
 
     def _run_backward(self, call: Call) -> None:
         with self._one_call():
@@ -430,24 +379,11 @@ class RoundPipe(nn.Module):
                 self._run(call, backward_stages(call.plan, self._first_trainable(call)))
 
     def _merge(self, call: Call, outputs: list[Any]) -> Any:
-        device = call.config.output_device
         try:
-            merged = merge_outputs(outputs, call.config.merge_output)
-            return merged if device.type == "cpu" else _move(merged, device)
+            return merged(call, outputs)
         except BaseException as error:
             add_where(error, Where(model=self.name, phase="merge"))
             raise
-
-    def _give_input_gradients(self, call: Call) -> None:
-        """Inputs that require grad receive theirs, through whatever graph they come from."""
-        tensors, grads = [], []
-        for chain in call.chains:
-            for tensor, value in chain.sources:
-                if value.grad is not None:
-                    tensors.append(tensor)
-                    grads.append(value.grad.home().to(tensor.device))
-        if tensors:
-            torch.autograd.backward(tensors, grads)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -495,110 +431,11 @@ class RoundPipe(nn.Module):
             finally:
                 self._engine.store.expose_gradients()
 
-    # --- parameters --------------------------------------------------------------------------
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and masters of the parameters that require grad, or already have a master."""
-        store = self._engine.store
-        pairs = self._target.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
-        for name, parameter in pairs:
-            if parameter.requires_grad or store.has_master(parameter):
-                yield name, store.master_of(parameter)
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The masters of the parameters that require grad, or already have a master."""
-        for _, parameter in self.optim_named_parameters():
-            yield parameter
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters; the masters within a step function or ``OptimizerCtx``."""
-        if masters_visible.depth:
-            yield from self.optim_named_parameters(prefix, remove_duplicate)
-            return
-        if "parameters" not in self._warned:
-            self._warned.add("parameters")
-            warnings.warn(
-                f"parameters() of {self.name} gives the model's own parameters, which an optimizer "
-                "must not be built on: use optim_parameters(), or call it within OptimizerCtx()",
-                stacklevel=3,
-            )
-        yield from self._target.named_parameters(prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As :meth:`named_parameters`, without the names."""
-        for _, parameter in self.named_parameters(recurse=recurse):
-            yield parameter
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far; within a step function, the masters' gradients."""
-        if masters_visible.depth:
-            for master in self.optim_parameters():
-                if master.grad is not None:
-                    master.grad = None if set_to_none else master.grad.zero_()
-            return
-        self._engine.store.drop_gradients()
-        self._target.zero_grad(set_to_none)
-
-    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze all parameters."""
-        self._target.requires_grad_(requires_grad)
-        return self
-
     @property
     def event_log(self) -> EventLog:
         """The latest spans of this model's calls, for pictures and benchmarks."""
         log: EventLog = self._engine.log
         return log
-
-    # --- the wrapped model -------------------------------------------------------------------
-
-    def set_original_model(self, original: nn.Module) -> None:
-        """The module whose attributes and key names are shown; ``model`` was made from it."""
-        if not isinstance(original, nn.Module):
-            raise InvalidTypeError(
-                f"the original model is a {type(original).__name__}, no nn.Module"
-            )
-        self.__dict__["_original"] = original
-
-    @property
-    def _target(self) -> nn.Module:
-        original: nn.Module | None = self.__dict__["_original"]
-        return original if original is not None else self.__dict__["model"]
-
-    def __getattr__(self, name: str) -> Any:
-        if "model" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("model_run_config", "name"):
-            self.__dict__[name] = value
-        else:
-            setattr(self._target, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._target, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._target)})
-
-    def __repr__(self) -> str:
-        names = ", ".join(device.name for device in self._engine.pool.devices)
-        layers = len(self._engine.store.layers)
-        kind = type(self._target).__name__
-        return f"RoundPipe({self.name!r}, {layers} layers of {kind}, on {names})"
-
-    def train(self: Self, mode: bool = True) -> Self:
-        """Training mode for all layers."""
-        self._target.train(mode)
-        if self._target is not self.model:
-            self.model.train(mode)
-        self._engine.randomness.forget()
-        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's state under its own key names; call :meth:`synchronize` before."""
@@ -628,12 +465,6 @@ class RoundPipe(nn.Module):
         result = self._target.load_state_dict(state_dict, strict=strict)
         self._engine.store.refresh_masters()
         return result
-
-    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        raise StateError(
-            f"{self.name}: the parameters of a RoundPipe stay where they are, in host memory, and "
-            "keep their dtype; convert or move the model before wrapping it"
-        )
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         self.synchronize()
@@ -668,19 +499,6 @@ class RoundPipe(nn.Module):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class OptimizerCtx:
-    """Within it, ``parameters()`` and ``named_parameters()`` of every RoundPipe give the masters.
-
-    For the calling thread only, and may be nested.
-    """
-
-    def __enter__(self) -> None:
-        masters_visible.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        masters_visible.__exit__(*exc)
 
 
 class _OneCall:
@@ -756,34 +574,3 @@ def _share_of_rows(rows: int | None, batch_rows: int | None) -> float:
             'tensor tells; use "sum" and weight the loss inside loss_fn'
         )
     return rows / batch_rows
-
-
-def _sum_losses(call: Call) -> Any:
-    totals: list[torch.Tensor] = []
-    for chain in call.chains:
-        losses = [value.home() for value in chain.losses]
-        if not totals:
-            totals = [loss.clone() for loss in losses]
-            continue
-        if len(losses) != len(totals):
-            raise InvalidValueError(
-                f"loss_fn returned {len(totals)} losses for microbatch 0 and {len(losses)} for "
-                f"microbatch {chain.index}; return the same number for each"
-            )
-        totals = [total + loss for total, loss in zip(totals, losses, strict=True)]
-    return totals if call.chains[0].losses_are_sequence else totals[0]
-
-
-def _is_saved(value: Value, chain: Chain, num_layers: int) -> bool:
-    return any(
-        value is other
-        for index, border in chain.borders.items()
-        if index != num_layers
-        for other in border.values()
-    )
-
-
-def _move(tree: Any, device: torch.device) -> Any:
-    leaves, structure = flatten(tree)
-    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return unflatten(structure, moved)

@@ -1,0 +1,135 @@
+"""What a wrapped model shows of the model in it: attributes, parameters or their masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .errors import InvalidTypeError, StateError
+from .parameters import ParameterStore
+from .stepping import masters_visible
+
+Self = TypeVar("Self", bound="WrappedModel")
+
+
+class WrappedModel(nn.Module):
+    """Stands in for ``model``, or for the original that ``model`` was made from.
+
+    Args:
+        model: the model whose layers run.
+        name: shown in warnings.
+        store: the model's parameters and their masters.
+    """
+
+    _OWN: tuple[str, ...] = ("name",)  # attributes that may be written and are not the model's
+
+    def __init__(self, model: nn.Module, name: str, store: ParameterStore) -> None:
+        # Own attributes go around __setattr__, which forwards to the model.
+        self.__dict__.update(model=model, name=name, _store=store, _original=None, _warned=set())
+
+    # --- the wrapped model -------------------------------------------------------------------
+
+    def set_original_model(self, original: nn.Module) -> None:
+        """The module whose attributes and key names are shown; ``model`` was made from it."""
+        if not isinstance(original, nn.Module):
+            raise InvalidTypeError(
+                f"the original model is a {type(original).__name__}, no nn.Module"
+            )
+        self.__dict__["_original"] = original
+
+    @property
+    def _target(self) -> nn.Module:
+        original: nn.Module | None = self.__dict__["_original"]
+        return original if original is not None else self.__dict__["model"]
+
+    def __getattr__(self, name: str) -> Any:
+        if "model" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self._target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._target, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._target)})
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and masters of the parameters that require grad, or already have a master."""
+        store = self._store
+        pairs = self._target.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
+        for name, parameter in pairs:
+            if parameter.requires_grad or store.has_master(parameter):
+                yield name, store.master_of(parameter)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The masters of the parameters that require grad, or already have a master."""
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters; the masters within a step function or ``OptimizerCtx``."""
+        if masters_visible.depth:
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+            return
+        if "parameters" not in self._warned:
+            self._warned.add("parameters")
+            warnings.warn(
+                f"parameters() of {self.name} gives the model's own parameters, which an optimizer "
+                "must not be built on: use optim_parameters(), or call it within OptimizerCtx()",
+                stacklevel=3,
+            )
+        yield from self._target.named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As :meth:`named_parameters`, without the names."""
+        for _, parameter in self.named_parameters(recurse=recurse):
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated so far; within a step function, the masters' gradients."""
+        if masters_visible.depth:
+            for master in self.optim_parameters():
+                if master.grad is not None:
+                    master.grad = None if set_to_none else master.grad.zero_()
+            return
+        self._store.drop_gradients()
+        self._target.zero_grad(set_to_none)
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze all parameters."""
+        self._target.requires_grad_(requires_grad)
+        return self
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        raise StateError(
+            f"{self.name}: the parameters of a RoundPipe stay where they are, in host memory, and "
+            "keep their dtype; convert or move the model before wrapping it"
+        )
+
+
+class OptimizerCtx:
+    """Within it, ``parameters()`` and ``named_parameters()`` of every RoundPipe give the masters.
+
+    For the calling thread only, and may be nested.
+    """
+
+    def __enter__(self) -> None:
+        masters_visible.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        masters_visible.__exit__(*exc)
