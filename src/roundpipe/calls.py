@@ -12,7 +12,7 @@ import torch
 from .config import ResolvedRunConfig
 from .context import CallerContext
 from .plan import ModelExecutePlan
-from .stage_weights import BufferName
+from .replicas import BufferName
 from .transfer import Border, Value
 
 LossFunction = Callable[[Any, Any], Any]

@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from .calls import Call, Phase, StageTask
-from .compute import Place, StageCompute, describe_held
+from .compute import StageCompute, describe_held
 from .devices import DevicePool
 from .devices.base import Device, Event
 from .errors import Cancelled, Where, add_note, add_where
 from .parameters import ParameterStore
 from .plan import ModelExecutePlan
 from .random_state import LayerRandomness
+from .stage_state import Place
 from .stage_weights import StageWeights
 from .trace import EventLog, Span, clock_ns
 from .transfer import Value

@@ -19,6 +19,56 @@ from .compat import compiled_module_of, recompile_like
 _CONTAINERS = (list, tuple, dict)
 
 
+BufferName = tuple[str, str]  # (path of the module in the layer, name of the buffer)
+
+
+class LayerOnDevice:
+    """One layer's replica, and its buffers by name.
+
+    Attributes:
+        original: the user's layer.
+        module: its replica.
+    """
+
+    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
+        self.original = original
+        self.module = replica
+        # A place for a buffer may be empty at first, and filled by a forward.
+        self._holders = _holders_of_buffers(replica)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether any module of the layer has a place for a buffer."""
+        return bool(self._holders)
+
+    def buffers(self) -> dict[BufferName, torch.Tensor]:
+        """The replica's buffers now."""
+        return _buffers_in(self._holders)
+
+    def original_buffers(self) -> dict[BufferName, torch.Tensor]:
+        """The user's buffers, in host memory."""
+        return _buffers_in(_holders_of_buffers(self.original))
+
+    def set_buffers(self, tensors: Mapping[BufferName, torch.Tensor]) -> None:
+        """Make these the replica's buffers; a place that is not named becomes empty."""
+        for path, holder in self._holders.items():
+            for name in holder._buffers:
+                holder._buffers[name] = tensors.get((path, name))
+
+
+def _holders_of_buffers(module: nn.Module) -> dict[str, nn.Module]:
+    return {path: holder for path, holder in module.named_modules() if holder._buffers}
+
+
+def _buffers_in(holders: Mapping[str, nn.Module]) -> dict[BufferName, torch.Tensor]:
+    return {
+        (path, name): buffer
+        for path, holder in holders.items()
+        for name, buffer in holder._buffers.items()
+        if buffer is not None
+    }
+
+
 def replicate(
     module: nn.Module,
     parameters: Mapping[int, nn.Parameter],

@@ -7,61 +7,15 @@ A device holds at most two of these: the stage that runs and the one whose weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .devices.base import Category, Device, Event, Stream
 from .parameters import Contributor, GradientSlot, ParameterRecord, ParameterStore
-from .replicas import replicate
+from .replicas import LayerOnDevice, replicate
 from .transfer import ChunkedUpload, download
-
-BufferName = tuple[str, str]  # (path of the module in the layer, name of the buffer)
-
-
-class LayerOnDevice:
-    """One layer's replica, and its buffers by name."""
-
-    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
-        self.original = original
-        self.module = replica
-        self._paths: dict[BufferName, nn.Module] | None = None
-
-    @property
-    def owners(self) -> dict[BufferName, nn.Module]:
-        """For each buffer, the replica's module that holds it."""
-        if self._paths is None:
-            self._paths = {
-                (path, name): owner
-                for path, owner in self.module.named_modules()
-                for name, buffer in owner._buffers.items()
-                if buffer is not None
-            }
-        return self._paths
-
-    def buffers(self) -> dict[BufferName, torch.Tensor]:
-        """The buffers now."""
-        tensors: dict[BufferName, torch.Tensor] = {}
-        for key, owner in self.owners.items():
-            buffer = owner._buffers[key[1]]
-            if buffer is not None:
-                tensors[key] = buffer
-        return tensors
-
-    def original_buffers(self) -> dict[BufferName, torch.Tensor]:
-        """The user's buffers, in host memory."""
-        return {
-            (path, name): buffer
-            for path, owner in self.original.named_modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
-
-    def set_buffers(self, tensors: Mapping[BufferName, torch.Tensor]) -> None:
-        """Replace buffers by name."""
-        for key, tensor in tensors.items():
-            self.owners[key]._buffers[key[1]] = tensor
 
 
 class StageWeights:
