@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .errors import InvalidTypeError, StateError
+from .errors import InvalidTypeError, InvalidValueError, StateError
 from .parameters import ParameterStore
 from .stepping import masters_visible
 
@@ -54,10 +54,15 @@ class WrappedModel(nn.Module):
         if name in self._OWN:
             self.__dict__[name] = value
         else:
+            self._before_change()
             setattr(self._target, name, value)
 
     def __delattr__(self, name: str) -> None:
+        self._before_change()
         delattr(self._target, name)
+
+    def _before_change(self) -> None:
+        """Wait until nothing is running that would notice a change of the model."""
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._target)})
@@ -112,8 +117,38 @@ class WrappedModel(nn.Module):
 
     def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
         """Freeze or unfreeze all parameters."""
+        self._before_change()
         self._target.requires_grad_(requires_grad)
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's state under its own key names; call :meth:`synchronize` before."""
+        store = self._store
+        if store.synchronized_version != store.submitted_version:
+            warnings.warn(
+                f"state_dict() of {self.name} while a step is not published yet: the weights are "
+                "those before it. Call synchronize() first",
+                stacklevel=2,
+            )
+        return self._target.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into the original model's parameters and refresh the masters.
+
+        Raises:
+            InvalidValueError: ``assign=True``, which would replace the parameters.
+        """
+        if assign:
+            raise InvalidValueError(
+                "load_state_dict(assign=True) would replace the parameters that masters and "
+                "optimizer belong to; use assign=False, which copies the values"
+            )
+        self.synchronize()
+        result = self._target.load_state_dict(state_dict, strict=strict)
+        self._store.refresh_masters()
+        return result
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         raise StateError(

@@ -7,7 +7,6 @@ import copy
 import functools
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .arrivals import Entry
+from .autograd import Bridge
 from .calls import Call, Chain, LossFunction
 from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -32,7 +33,9 @@ from .errors import (
     add_where,
 )
 from .facade import WrappedModel
-from .microbatch import Batch, packed_count, split_batch
+from .in_flight import DROPPED, Airborne, InFlightCall, PackedOutputs, fed_by
+from .layerwise import optimizer_step
+from .microbatch import Batch, packed_count, packed_leaves, split_batch
 from .parameters import ParameterStore
 from .pinning import pin_parameters
 from .plan import LayerCosts, Machine, ModelExecutePlan
@@ -40,17 +43,16 @@ from .random_state import LayerRandomness, draw_call_seed
 from .results import (
     commit_buffers,
     give_input_gradients,
-    homecoming,
     merged,
     outputs_of,
     summed_losses,
+    wait_homecoming,
 )
-from .stepping import Stepper
+from .stepping import FunctionStep, Step, Stepper
 from .trace import EventLog
 from .transfer import Border
 
 Self = TypeVar("Self", bound="RoundPipe")
-_DROPPED = "gradients accumulated since the last step were dropped"
 
 
 def _identity_loss(outputs: Any, _label: Any) -> Any:
@@ -125,7 +127,9 @@ class RoundPipe(WrappedModel):
         engine = Engine(name, pool, store, LayerRandomness(), EventLog(), accumulate_dtype)
         stepper = Stepper(store, name)
         super().__init__(model, name, store)
+        airborne = Airborne()
         self.__dict__.update(
+            _airborne=airborne,
             model_run_config=model_run_config,
             _engine=engine,
             _stepper=stepper,
@@ -134,7 +138,7 @@ class RoundPipe(WrappedModel):
             _busy=threading.Lock(),
             _calls=0,
             _plans={},
-            _close=weakref.finalize(self, _close_parts, stepper, owned),
+            _close=weakref.finalize(self, _close_parts, airborne, stepper, owned),
         )  # fmt: skip
 
     # --- calls -------------------------------------------------------------------------------
@@ -162,7 +166,10 @@ class RoundPipe(WrappedModel):
             **kwargs: likewise.
 
         Returns:
-            The merged output, on ``output_device``.
+            The merged output, on ``output_device``. With ``merge_output=False`` the output's leaves
+            are :class:`RoundPipePackedData`, and the call may still be on the devices: its inputs
+            and the model must not be changed before it is over. The next use of this model waits
+            for that, and so does any look at the packed data.
         """
         config = self._resolve(roundpipe_run_config)
         with self._one_call(), torch.set_grad_enabled(config.requires_grad):
@@ -173,9 +180,12 @@ class RoundPipe(WrappedModel):
             call = self._new_call(run_type, config, batch)
             stages = forward_stages(call.plan, run_type, self._first_trainable(call))
             num_layers = len(self._engine.store.layers)
+            bridge = Bridge(call, num_layers, self._run_backward) if call.keeps_grad else None
+            if config.merge_output is False:
+                return self._launch(call, stages, bridge, [m.rows for m in batch.microbatches])
             with self._effects(call):
                 self._run(call, stages)
-                output = self._merge(call, outputs_of(call, num_layers, self._run_backward))
+                output = self._merge(call, outputs_of(call, num_layers, bridge))
                 commit_buffers(call, self._engine.store.layers)
             return output
 
@@ -245,10 +255,12 @@ class RoundPipe(WrappedModel):
         return resolve(config, self.model_run_config, len(self._engine.pool.devices))
 
     def _one_call(self) -> _OneCall:
-        return _OneCall(self.name, self._busy, self._stepper)
+        return _OneCall(self.name, self._busy, self._stepper, self._airborne)
 
     def _wants_grad(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if any(layer.trainable for layer in self._engine.store.layers):
+            return True
+        if any(packed.requires_grad for packed in packed_leaves(args, kwargs)):
             return True
         return bool(Border.from_host((args, kwargs), keep_grad=True).sources)
 
@@ -261,13 +273,13 @@ class RoundPipe(WrappedModel):
         try:
             return split_batch(
                 tuple(args), dict(kwargs), label, count, config.split_input, config.split_label,
-                warned=self._warned,
+                warned=self._warned, rows_matter=config.loss_reduction == "mean",
             )  # fmt: skip
         except RoundPipeError:
             raise  # what was given cannot be cut; nothing has run and nothing is lost
         except BaseException as error:
             dropped = config.requires_grad and self._engine.store.drop_gradients()
-            add_where(error, Where(model=self.name, phase="split"), _DROPPED if dropped else None)
+            add_where(error, Where(model=self.name, phase="split"), DROPPED if dropped else None)
             raise
 
     def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
@@ -280,6 +292,9 @@ class RoundPipe(WrappedModel):
             entry = Border.from_host((piece.args, piece.kwargs), keep_grad)
             label = Border.from_host(piece.label, keep_grad=False)
             chain = Chain(piece.index, {0: entry}, label, sources=entry.sources)
+            awaited = Entry([entry, label])
+            if awaited.arrivals:
+                chain.entry = awaited
             if config.loss_reduction == "mean":
                 chain.weight = _share_of_rows(piece.rows, batch.rows)
             chains.append(chain)
@@ -317,8 +332,10 @@ class RoundPipe(WrappedModel):
 
     def _first_trainable(self, call: Call) -> int:
         """The first layer behind which gradients are wanted."""
-        if any(chain.sources for chain in call.chains):
-            return -1
+        for chain in call.chains:
+            arrivals = chain.entry.arrivals if chain.entry is not None else []
+            if chain.sources or any(arrival.may_require_grad for arrival in arrivals):
+                return -1
         layers = self._engine.store.layers
         return next((layer.index for layer in layers if layer.trainable), len(layers))
 
@@ -348,25 +365,38 @@ class RoundPipe(WrappedModel):
             if call.keeps_grad:
                 store.drop_gradients()
             if accumulated:
-                add_where(error, Where(model=self.name), _DROPPED)
+                add_where(error, Where(model=self.name), DROPPED)
             raise
 
     def _run(self, call: Call, stages: Any) -> None:
         """Dispatch the stages; returns when the devices are done."""
         engine, pool = self._engine, self._engine.pool
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
-        with engine.randomness.watch_call(self.name):
-            Run(engine, call, tasks).execute()
-        for value, microbatch in homecoming(call, len(engine.store.layers)):
-            # What failed on its way home fails the call now, before anything has taken effect.
-            try:
-                value.home()
-            except BaseException as error:
-                stage, device = value.origin or (None, None)
-                where = Where(self.name, None, stage, microbatch, "download", device)
-                add_where(error, where)
-                raise
+        run = Run(engine, call, tasks)
+        with engine.randomness.watch_call(self.name), fed_by(call, run.scope):
+            run.execute()
+        wait_homecoming(call, len(engine.store.layers), self.name)
         self._stepper.raise_failure()
+
+    def _launch(
+        self, call: Call, stages: Any, bridge: Bridge | None, rows: Sequence[int | None]
+    ) -> Any:
+        """Dispatch the stages and leave the outputs packed; the call may still be in flight."""
+        engine, pool = self._engine, self._engine.pool
+        self._stepper.raise_failure()
+        if call.keeps_grad:
+            engine.store.adopt_user_gradients()
+        tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
+        flight = InFlightCall(Run(engine, call, tasks), self._airborne)
+        with engine.randomness.watch_call(self.name):
+            flight.launch()
+            if not flight.may_go_on:
+                num_layers = len(engine.store.layers)
+                return flight.settle(
+                    lambda: self._merge(call, outputs_of(call, num_layers, bridge))
+                )
+        self._airborne.flight = flight
+        return PackedOutputs(flight, bridge, rows).packed()
 
     def _run_backward(self, call: Call) -> None:
         with self._one_call():
@@ -388,33 +418,55 @@ class RoundPipe(WrappedModel):
     # --- steps -------------------------------------------------------------------------------
 
     def step(
-        self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any
+        self,
+        step_fn: Callable[..., Any] | torch.optim.Optimizer,
+        is_async: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Run ``step_fn(*args, **kwargs)`` on the optimizer thread, behind this iteration.
+        """Run ``step_fn(*args, **kwargs)``, or one step of an optimizer, on the optimizer thread.
 
-        Before it runs, the gradients accumulated so far have been folded into the masters'
-        ``.grad``. Inside it ``parameters()`` and ``named_parameters()`` give the masters.
+        **A function**: before it runs, the gradients accumulated so far have been folded into the
+        masters' ``.grad``. Inside it ``parameters()`` and ``named_parameters()`` give the masters.
+        With ``is_async=True``, the default, this returns at once and the next calls compute with
+        the parameters before this step: staleness is exactly one step, whatever the timing. At most
+        one step is in flight. With ``is_async=False`` it returns when the step is done and
+        published.
 
-        With ``is_async=True`` it returns at once and the next calls compute with the parameters
-        before this step: staleness is exactly one step, whatever the timing. At most one step is in
-        flight. With ``is_async=False`` it returns when the step is done and published.
+        **An optimizer** of masters steps and drops its gradients; ``kwargs`` may hold ``scheduler``
+        (one or several of ``torch.optim.lr_scheduler``, stepped afterwards) and ``max_norm`` (of
+        all its gradients, as ``clip_grad_norm_``). By default layer by layer, in the order in which
+        calls need the layers: this returns at once, the next call computes with the parameters
+        after this step, and each of its stages starts when its own layers are updated. With
+        ``is_async=True`` staleness is one step, as for a function.
 
         Args:
-            step_fn: any function, typically optimizer, scheduler, ``zero_grad``.
+            step_fn: any function, typically optimizer, scheduler, ``zero_grad``; or an optimizer.
             is_async: see above.
-            *args: for ``step_fn``.
-            **kwargs: for ``step_fn``.
+            *args: for the function.
+            **kwargs: for the function, or see above.
 
         Raises:
-            BaseException: what an earlier asynchronous ``step_fn`` raised (this step is then not
-                run), or what this synchronous one raised. Once, the same object.
+            InvalidTypeError, InvalidValueError: not a function, or an optimizer, scheduler or
+                ``max_norm`` that cannot be used.
+            StateError: parameters were changed in place where the change would be lost.
+            BaseException: what an earlier step in flight raised (this step is then not run), or
+                what this synchronous one raised. Once, the same object.
         """
-        if not callable(step_fn):
+        step: Step
+        if isinstance(step_fn, torch.optim.Optimizer):
+            step = optimizer_step(step_fn, bool(is_async), args, kwargs)
+            step.check_masters(self._engine.store, self.name)
+        elif callable(step_fn):
+            is_async = is_async is None or is_async
+            step = FunctionStep(functools.partial(step_fn, *args, **kwargs))
+        else:
             raise InvalidTypeError(
-                f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer"
+                f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer, "
+                "or the optimizer"
             )
         with self._one_call():
-            self._stepper.submit(functools.partial(step_fn, *args, **kwargs), is_async)
+            self._stepper.submit(step, is_async or step.lag == 0)
 
     def synchronize(self) -> None:
         """Wait for everything; the model's parameters then hold the latest masters.
@@ -437,34 +489,23 @@ class RoundPipe(WrappedModel):
         log: EventLog = self._engine.log
         return log
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's state under its own key names; call :meth:`synchronize` before."""
-        store = self._engine.store
-        if store.entitled_version != store.submitted_version:
-            warnings.warn(
-                f"state_dict() of {self.name} while a step is not published yet: the weights are "
-                "those before it. Call synchronize() first",
-                stacklevel=2,
-            )
-        return self._target.state_dict(*args, **kwargs)
+    def train(self: Self, mode: bool = True) -> Self:
+        """Training mode for all layers."""
+        self._before_change()
+        self._target.train(mode)
+        if self._target is not self.model:
+            self.model.train(mode)
+        self._engine.randomness.forget()
+        return self
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load into the original model's parameters and refresh the masters.
+    def _before_change(self) -> None:
+        self._airborne.wait()
 
-        Raises:
-            InvalidValueError: ``assign=True``, which would replace the parameters.
-        """
-        if assign:
-            raise InvalidValueError(
-                "load_state_dict(assign=True) would replace the parameters that masters and "
-                "optimizer belong to; use assign=False, which copies the values"
-            )
-        self.synchronize()
-        result = self._target.load_state_dict(state_dict, strict=strict)
-        self._engine.store.refresh_masters()
-        return result
+    def __repr__(self) -> str:
+        names = ", ".join(device.name for device in self._engine.pool.devices)
+        layers = len(self._engine.store.layers)
+        kind = type(self._target).__name__
+        return f"RoundPipe({self.name!r}, {layers} layers of {kind}, on {names})"
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         self.synchronize()
@@ -504,10 +545,13 @@ class RoundPipe(WrappedModel):
 class _OneCall:
     """Refuses a second call, step or synchronize while one is running."""
 
-    def __init__(self, name: str, busy: threading.Lock, stepper: Stepper) -> None:
+    def __init__(
+        self, name: str, busy: threading.Lock, stepper: Stepper, airborne: Airborne
+    ) -> None:
         self._name = name
         self._busy = busy
         self._stepper = stepper
+        self._airborne = airborne
 
     def __enter__(self) -> None:
         if self._stepper.on_own_thread():
@@ -519,12 +563,18 @@ class _OneCall:
                 f"{self._name} was called while another call of it is running: from a layer, a "
                 "loss function, or a second thread"
             )
+        try:
+            self._airborne.settle()
+        except BaseException:
+            self._busy.release()
+            raise
 
     def __exit__(self, *_exc: object) -> None:
         self._busy.release()
 
 
-def _close_parts(stepper: Stepper, owned_pool: DevicePool | None) -> None:
+def _close_parts(airborne: Airborne, stepper: Stepper, owned_pool: DevicePool | None) -> None:
+    airborne.abandon(stepper)
     stepper.close()
     if owned_pool is not None:
         owned_pool.close()

@@ -23,9 +23,22 @@ ROOT = Path(roundpipe.__file__).parent
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "compat", "trace"),
     ("workers", "plan", "microbatch", "devices.base"),
-    ("devices", "config", "costs", "random_state", "context", "replicas", "pinning", "parameters"),
+    (
+        "devices",
+        "config",
+        "costs",
+        "random_state",
+        "context",
+        "replicas",
+        "grafting",
+        "pinning",
+        "binding",
+        "gradients",
+    ),
+    ("parameters",),
     ("transfer",),
     ("stage_weights",),
+    ("layerwise",),
     ("stepping",),
     ("calls",),
     ("stage_state",),
@@ -38,9 +51,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     # Who uses the engine; the engine knows nothing of them.
     ("optim", "plot"),
     ("hf",),
+    ("wrapping",),
     ("cli",),
 )
-PACKAGES = ("plan", "microbatch", "devices", "optim", "plot", "hf", "cli")
+PACKAGES = ("plan", "microbatch", "devices", "optim", "plot", "hf", "wrapping", "cli")
 EXPORTS = "__init__"  # roundpipe/__init__.py: names of the engine, for users and for `cli`
 
 Problems = Iterator[str]

@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 from torch import nn
 
+from roundpipe.grafting import Graft
 from roundpipe.hf.analysis import Analysis
-from roundpipe.hf.skeleton import Skeleton, build_skeleton
+from roundpipe.hf.skeleton import build_skeleton
 from roundpipe.hf.stubs import Absent, HeldStub, LayerStub, Watched
 
 
-def prefix_skeleton(model: nn.Module, analysis: Analysis, held: Collection[int]) -> Skeleton:
+def prefix_skeleton(model: nn.Module, analysis: Analysis, held: Collection[int]) -> Graft:
     """The skeleton that runs up to the last layer.
 
     Args:
@@ -31,7 +32,7 @@ def prefix_skeleton(model: nn.Module, analysis: Analysis, held: Collection[int])
     return build_skeleton(model, replacements, lambda p: id(p) in parameters)
 
 
-def tail_skeleton(model: nn.Module, analysis: Analysis, held: Collection[int]) -> Skeleton:
+def tail_skeleton(model: nn.Module, analysis: Analysis, held: Collection[int]) -> Graft:
     """The skeleton that runs from the arguments to the output, without layers.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from roundpipe.grafting import Graft
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis
 from roundpipe.hf.blueprint import Blueprint, call_value
 from roundpipe.hf.probe import ModuleCall, quiet_random
-from roundpipe.hf.skeleton import Skeleton
 from roundpipe.hf.stubs import activate
 from roundpipe.hf.tokens import Token, make_token, roots_of
 from roundpipe.microbatch.tree import flatten, unflatten
@@ -90,7 +90,7 @@ class LearningRun:
 
 
 def learn_tail(
-    skeleton: Skeleton,
+    skeleton: Graft,
     blueprint: Blueprint,
     analysis: Analysis,
     held: Mapping[str, list[ModuleCall]],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.grafting import Graft
 from roundpipe.hf import private
 from roundpipe.hf.blueprint import (
     Blueprint,
@@ -30,7 +31,7 @@ from roundpipe.hf.plan import (
     Tree,
 )
 from roundpipe.hf.refusal import CutRefusedError
-from roundpipe.hf.skeleton import Skeleton, SkeletonPiece, first_device
+from roundpipe.hf.skeleton import SkeletonPiece, first_device
 from roundpipe.hf.stubs import activate, is_plain
 from roundpipe.hf.tokens import Token, blank, make_token, roots_of
 from roundpipe.microbatch.tree import flatten
@@ -46,7 +47,7 @@ class PrefixPiece(SkeletonPiece):
     Its forward takes the arguments of the model and returns the :class:`State` for layer 0.
     """
 
-    def __init__(self, skeleton: Skeleton, blueprint: Blueprint) -> None:
+    def __init__(self, skeleton: Graft, blueprint: Blueprint) -> None:
         super().__init__(skeleton)
         self.blueprint = blueprint
 

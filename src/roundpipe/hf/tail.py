@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from roundpipe.grafting import Graft
 from roundpipe.hf import private
 from roundpipe.hf.blueprint import Blueprint, LeafSpec, call_value, collected_value
 from roundpipe.hf.plan import Scope, State
-from roundpipe.hf.skeleton import Skeleton, SkeletonPiece
+from roundpipe.hf.skeleton import SkeletonPiece
 from roundpipe.hf.stubs import activate
 from roundpipe.hf.tokens import blank
 
@@ -22,7 +23,7 @@ class TailPiece(SkeletonPiece):
     prefix has run return what is in the state, or, where only a shape is looked at, blanks.
     """
 
-    def __init__(self, skeleton: Skeleton, blueprint: Blueprint) -> None:
+    def __init__(self, skeleton: Graft, blueprint: Blueprint) -> None:
         super().__init__(skeleton)
         self.blueprint = blueprint
 

@@ -1,0 +1,115 @@
+"""A model of transformers, cut at its layers and wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from roundpipe.calls import LossFunction
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import InvalidValueError
+from roundpipe.hf.generation import generating_copy
+from roundpipe.hf.skeleton import SkeletonPiece
+from roundpipe.pipeline import RoundPipe
+
+Self = TypeVar("Self", bound="HuggingFacePipe")
+
+
+def own_loss(output: Any, _label: Any) -> torch.Tensor:
+    """The loss that the model computed itself, from the labels among its arguments.
+
+    Raises:
+        InvalidValueError: there is none.
+    """
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidValueError(
+            f"the model's output, a {type(output).__name__}, has no loss: give labels among "
+            "input_kwargs, or a loss_fn that computes one from the output"
+        )
+    return loss
+
+
+class HuggingFacePipe(RoundPipe):
+    """A :class:`RoundPipe` over the layers of a model of transformers, or of PEFT around one.
+
+    Made by :func:`roundpipe.wrap_model_to_roundpipe`. ``model`` is the sequence of pieces;
+    attributes, ``config``, key names and ``save_pretrained`` are the original's. The pieces share
+    the original's parameters and modules: ``train()`` and ``eval()`` of the original, and PEFT's
+    ``set_adapter`` and ``disable_adapter``, are seen by the next call.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_modes"] = None
+
+    def forward(
+        self,
+        *args: Any,
+        roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+        **kwargs: Any,
+    ) -> Any:
+        """As :meth:`RoundPipe.forward`; returns the model's own output class."""
+        self._follow_modes()
+        return super().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
+
+    def forward_backward(
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFunction = own_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
+    ) -> Any:
+        """As :meth:`RoundPipe.forward_backward`; by default with the model's own loss.
+
+        Raises:
+            InvalidValueError: without ``loss_fn``, and the output has no loss.
+        """
+        self._follow_modes()
+        return super().forward_backward(
+            input_args, input_kwargs, label, loss_fn, return_outputs, run_config
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The library's ``generate``, each token computed by a call of :meth:`forward`.
+
+        Nothing is cached between tokens: the whole sequence is computed for each.
+
+        Args:
+            *args: as for the model's ``generate``.
+            **kwargs: likewise.
+
+        Raises:
+            CutRefusedError: the model has an encoder apart, or cannot generate.
+        """
+        return generating_copy(self._target, self._generating_forward).generate(
+            *args, **{**kwargs, "use_cache": False}
+        )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's ``save_pretrained``, after :meth:`synchronize`."""
+        self.synchronize()
+        target: Any = self._target
+        return target.save_pretrained(*args, **kwargs)
+
+    def _generating_forward(self, **kwargs: Any) -> Any:
+        tensors = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        rows = max((len(tensor) for tensor in tensors), default=1)
+        pieces = min(rows, self._resolve(RoundPipeRunConfig()).num_microbatch)
+        config = RoundPipeRunConfig(num_microbatch=pieces, requires_grad=False)
+        return self.forward(**kwargs, roundpipe_run_config=config)
+
+    def _follow_modes(self) -> None:
+        """Let the pieces have the original's training flags, however they were set."""
+        modes = tuple(module.training for module in self._target.modules())
+        if modes == self._modes:
+            return
+        for piece in self.model:
+            if isinstance(piece, SkeletonPiece):
+                piece.refresh_flags()
+        self._engine.randomness.forget()  # other layers may draw random numbers now
+        self.__dict__["_modes"] = modes
