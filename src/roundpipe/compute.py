@@ -19,6 +19,7 @@ import torch
 
 from .buffer_watch import BufferWatch
 from .calls import Call, Chain, Phase, StageTask
+from .costs import RunNotes
 from .devices.base import Device
 from .errors import InvalidTypeError, InvalidValueError, StateError
 from .microbatch.tree import flatten, unflatten
@@ -41,6 +42,7 @@ class StageCompute:
         place: Place,
         keep: Callable[[Value], None],
         check: Callable[[], None],
+        notes: RunNotes,
     ) -> None:
         self._call = call
         self._task = task
@@ -49,6 +51,7 @@ class StageCompute:
         self._randomness = randomness
         self._place = place
         self._check = check  # raises if the run is over: between layers is where it can end
+        self._notes = notes
         self._gate = StateGate(task, device, weights, place, keep)
         self._buffers = BufferWatch(call, task, device, weights, self._gate.fetch)
 
@@ -75,6 +78,7 @@ class StageCompute:
         last = layers[-1]
         with call.context.enter(call.keeps_grad):
             state = self._gate.enter(chain.borders[layers[0]])
+            self._notes.entered()
             for index in layers:
                 output = self._run_watched(index, chain, state)
                 saved = index + 1 in call.saved
@@ -93,6 +97,7 @@ class StageCompute:
         layers = self._task.layers
         with self._call.context.enter(True):
             state = self._gate.enter(chain.borders[layers[0]])
+            self._notes.entered()
             output: Any = None
             for index in layers:
                 output = self._run_watched(index, chain, state)
@@ -102,7 +107,9 @@ class StageCompute:
             losses = self._losses(chain, output)
         del output, state.tree
         self._place.phase = "backward"
+        self._notes.backward()
         torch.autograd.backward(losses)
+        self._notes.backward_ended()
         del losses
         self._hand_back(state, chain, layers[0])
 
@@ -115,7 +122,9 @@ class StageCompute:
         label = unflatten(chain.label.structure, leaves)
         if self._call.loss_fn is None:
             raise RuntimeError("a fused call without a loss function")
+        begin = self._notes.now()
         result = self._call.loss_fn(output, label)
+        self._notes.ran_loss(begin)
         chain.losses_are_sequence = isinstance(result, list | tuple)
         losses = list(result) if chain.losses_are_sequence else [result]
         for loss in losses:
@@ -141,13 +150,18 @@ class StageCompute:
             self._place.phase = "recompute"
             with self._call.context.enter(True):
                 state = self._gate.enter(chain.borders[layers[0]])
+                self._notes.entered()
                 for index in layers:
                     self._buffers.rewind(index, chain)
                     state.tree = self._run_layer(index, chain, state)
+            recompute_end = self._notes.now()
             roots, grads = self._roots(border, state)
+            self._notes.recomputed(recompute_end)
             del state.tree
             self._place.phase = "backward"
+            self._notes.backward()
             torch.autograd.backward(roots, grads)
+            self._notes.backward_ended()
             del roots, grads
             self._hand_back(state, chain, layers[0])
         if not self._call.keeps_borders:
@@ -180,11 +194,11 @@ class StageCompute:
         """Gradients of the inputs of layer ``first`` go to the stage in front, or home."""
         inside = first != self._task.layers[0]
         here = inside or self._task.next_device(chain.index) == self._device.index
-        for leaf, value in state.leaves:
-            grad, leaf.grad = leaf.grad, None
+        for value, grad in zip(state.wanting, state.gradients, strict=False):
             if grad is not None:
                 value.grad = Value()
                 self._gate.send_on(value.grad, grad, False, here)
+        state.gradients.clear()
         self._gate.keep_for_below(state, chain, first)
 
     # --- one layer ---------------------------------------------------------------------------
@@ -204,7 +218,7 @@ class StageCompute:
             args, kwargs = (state.tree,), {}
         call = self._call
         if not call.config.preserve_rng_state:
-            output = layer(*args, **kwargs)
+            output = self._call_layer(index, args, kwargs)
         else:
             seed = layer_seed(call.seed, chain.index, index)
             key = (index, layer.training, torch.is_grad_enabled())
@@ -212,9 +226,21 @@ class StageCompute:
             # this layer's numbers.
             with self._device.random_lock or contextlib.nullcontext():
                 self._device.seed(seed)
-                output = self._randomness.run(key, seed, lambda: layer(*args, **kwargs))
+                output = self._randomness.run(
+                    key, seed, lambda: self._call_layer(index, args, kwargs)
+                )
         if self._task.phase is not Phase.FORWARD:
             self._mark(index, output)
+        return output
+
+    def _call_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        notes = self._notes
+        held_bytes = notes.held_bytes() if notes.wants_sizes else 0
+        begin = notes.now()
+        output = self._weights.layers[index].module(*args, **kwargs)
+        notes.ran(index, begin)
+        if notes.wants_sizes:
+            notes.sizes(index, (args, kwargs), output, notes.held_bytes() - held_bytes)
         return output
 
     def _mark(self, index: int, output: Any) -> None:
@@ -227,7 +253,9 @@ class StageCompute:
         def arrive(_grad: torch.Tensor) -> None:
             self._check()
             self._place.layer = index
+            self._notes.reached(index)
 
+        self._notes.marked(index)
         marked.register_hook(arrive)
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .calls import Call, Phase, StageTask
 from .compute import StageCompute, describe_held
+from .costs import CostMeter, RunNotes
 from .devices import DevicePool
 from .devices.base import Device, Event
 from .errors import Cancelled, Where, add_note, add_where
@@ -28,7 +29,7 @@ from .plan import ModelExecutePlan
 from .random_state import LayerRandomness
 from .stage_state import Place
 from .stage_weights import StageWeights
-from .trace import EventLog, Span, clock_ns
+from .trace import EventLog, clock_ns
 from .transfer import Value
 from .workers import Counter, Scope
 
@@ -50,6 +51,7 @@ class Engine:
         randomness: which layers draw random numbers.
         log: where spans go.
         accumulate_dtype: dtype in which gradients accumulate on a device.
+        meter: where measured costs go.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Engine:
     randomness: LayerRandomness
     log: EventLog
     accumulate_dtype: torch.dtype | None
+    meter: CostMeter = field(default_factory=CostMeter)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,9 @@ class Run:
             Counter(f"the progress of microbatch {chain.index} of {engine.name}")
             for chain in call.chains
         ]
+        self.record = engine.meter.open_run(
+            call.keeps_grad, devices=len({task.device for task in tasks})
+        )
         self._kept: list[tuple[Value, Device]] = []
         self._kept_lock = threading.Lock()
 
@@ -223,12 +229,16 @@ class _DeviceRun:
         self._task = tasks[0]
         self._resident: list[StageWeights] = []
         self._begun = 0
+        self._notes = RunNotes(
+            device, run.call.number, run.engine.store.submitted_version, run.record.wants_sizes
+        )
         self._homecoming: list[tuple[StageTask, Sequence[Event]]] = []
 
     def main(self) -> None:
         """Run all tasks; failures end the run and are kept for the caller."""
         try:
             with self._device.random_sandbox():
+                self._device.start_clock()
                 self._run_tasks()
         except Cancelled:
             self._give_up()
@@ -247,6 +257,7 @@ class _DeviceRun:
             self._task, self._place = task, Place(phase="download")
             for event in events:
                 event.synchronize()
+        self._run.record.add(self._notes.samples(self._run.engine.log))
 
     def _run_task(
         self, task: StageTask, weights: StageWeights, following: StageTask | None
@@ -258,7 +269,9 @@ class _DeviceRun:
         compute = StageCompute(
             call, task, self._device, weights, run.engine.randomness, self._place,
             keep=lambda value: run.keep(value, self._device), check=run.scope.check,
+            notes=self._notes,
         )  # fmt: skip
+        self._notes.stage(task.phase.value, task.position, task.layers)
         who = f"{self._device.name}, stage {task.label}"
         upcoming: StageWeights | None = None
         count = len(task.microbatches)
@@ -266,18 +279,17 @@ class _DeviceRun:
             upcoming = self._prefetch(following, upcoming, 1 / (count - done))
             run.progress[index].wait(task.position, who, run.scope)
             run.scope.check()
-            begin_ns = clock_ns()
+            self._notes.begin(index)
             compute.run(call.chains[index])
-            run.engine.log.add(
-                Span(task.phase.value, self._device.name, call.number, task.position, index,
-                     begin_ns, clock_ns())
-            )  # fmt: skip
+            self._notes.end()
             run.progress[index].advance_to(task.position + 1)
             if done == 0 and task.phase is not Phase.FORWARD:
                 weights.account_gradients()
         if task.phase is not Phase.FORWARD:
             self._place.phase, self._place.layer, self._place.microbatch = "download", None, None
             self._homecoming.append((task, weights.send_gradients(who)))
+        for transfer in weights.transfers:
+            self._notes.transferred(task.position, task.layers, *transfer)
         weights.release()
         self._resident.remove(weights)
         return upcoming
@@ -302,8 +314,10 @@ class _DeviceRun:
         run = self._run
         self._at_upload()
         who = f"{self._device.name}, stage {task.label}"
+        begin_ns = clock_ns()
         for index in task.layers:
             run.engine.store.wait_readable(index, run.call.version, who, run.scope)
+        self._notes.waited_for_step(task.position, task.layers, begin_ns)
         return self._make(task)
 
     def _make(self, task: StageTask) -> StageWeights:
@@ -347,6 +361,7 @@ class _DeviceRun:
         """Let copies drain, drop what the device holds, and call off the reads not made."""
         try:
             self._device.synchronize()
+            self._notes.write_spans(self._run.engine.log)
         except BaseException as error:  # noqa: BLE001 - the run has failed already
             self._run.scope.fail(error)
         for weights in self._resident:

@@ -15,7 +15,7 @@ from torch import nn
 from .devices.base import Category, Device, Event, Stream
 from .parameters import Contributor, GradientSlot, ParameterRecord, ParameterStore
 from .replicas import LayerOnDevice, replicate
-from .transfer import ChunkedUpload, download
+from .transfer import ChunkedUpload, Transfer, download
 
 
 class StageWeights:
@@ -47,6 +47,7 @@ class StageWeights:
         self._keeps_grad = keeps_grad
         self._accumulate_dtype = accumulate_dtype
         self._upload = ChunkedUpload(device)
+        self.transfers: list[Transfer] = []  # for the log
         self._leaves: dict[int, tuple[ParameterRecord, nn.Parameter]] = {}
         self._owners: dict[int, int] = {}
         self._seeds: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -138,11 +139,17 @@ class StageWeights:
 
     def issue(self, wanted_bytes: int) -> None:
         """Enqueue about so many bytes of the upload."""
+        begin, before_bytes = self.device.moment(Stream.WEIGHTS), self._upload.remaining_bytes
         self._upload.issue(wanted_bytes)
+        issued_bytes = before_bytes - self._upload.remaining_bytes
+        if issued_bytes:
+            end = self.device.moment(Stream.WEIGHTS)
+            self.transfers.append(Transfer("upload", issued_bytes, begin, end))
 
     def arrive(self) -> None:
         """Enqueue the rest; compute enqueued from now on finds the weights in place."""
         device = self.device
+        self.issue(max(1, self.remaining_bytes))
         there = self._upload.finish()
         # Compute must not start before the last weight is there.
         device.wait(Stream.COMPUTE, there)
@@ -174,6 +181,10 @@ class StageWeights:
             The events after which they are there.
         """
         events = []
+        sent_bytes, device = 0, self.device
+        # The copies wait for compute, too; here, so that their time does not hold the waiting.
+        device.wait(Stream.OUTWARD, device.record(Stream.COMPUTE))
+        begin = device.moment(Stream.OUTWARD)
         for record, leaf in self._leaves.values():
             # The leaf keeps it until `release`: it may have come by the weights stream, which would
             # get its memory back while compute still adds to it.
@@ -193,6 +204,9 @@ class StageWeights:
             slot.put(content, ready)
             if ready is not None:
                 events.append(ready)
+                sent_bytes += grad.numel() * grad.element_size()
+        end = device.moment(Stream.OUTWARD)
+        self.transfers.append(Transfer("download", sent_bytes, begin, end))
         return events
 
     def release(self) -> None:

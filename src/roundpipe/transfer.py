@@ -13,10 +13,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .devices.base import Category, Device, Event, Stream
+from .devices.base import Category, Device, Event, Moment, Stream
 from .microbatch.tree import Structure, flatten, unflatten
 
 CHUNK_BYTES = 16 * 1024 * 1024  # a late activation never waits for more than this much of weights
+
+
+class Transfer(NamedTuple):
+    """A part of a stage's weights on its way up, or its gradients on their way home.
+
+    Attributes:
+        kind: ``upload`` or ``download``.
+        nbytes: how many bytes.
+        begin: when the copy stream got to them.
+        end: when it was through.
+    """
+
+    kind: str
+    nbytes: int
+    begin: Moment
+    end: Moment
 
 
 class Origin(NamedTuple):

@@ -23,6 +23,7 @@ ROOT = Path(roundpipe.__file__).parent
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "compat", "trace"),
     ("workers", "plan", "microbatch", "devices.base"),
+    ("plot",),
     (
         "devices",
         "config",
@@ -49,12 +50,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("results",),
     ("pipeline",),
     # Who uses the engine; the engine knows nothing of them.
-    ("optim", "plot"),
+    ("optim",),
     ("hf",),
     ("wrapping",),
     ("cli",),
 )
-PACKAGES = ("plan", "microbatch", "devices", "optim", "plot", "hf", "wrapping", "cli")
+PACKAGES = ("plan", "microbatch", "devices", "costs", "optim", "plot", "hf", "wrapping", "cli")
 EXPORTS = "__init__"  # roundpipe/__init__.py: names of the engine, for users and for `cli`
 
 Problems = Iterator[str]

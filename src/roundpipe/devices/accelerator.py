@@ -16,9 +16,9 @@ import torch
 
 from roundpipe.compat import total_memory_bytes
 from roundpipe.errors import StateError
-from roundpipe.trace import logger
+from roundpipe.trace import clock_ns, logger
 
-from .base import Category, Device, Event, MemoryReport, Stream
+from .base import Category, Device, Event, MemoryReport, Moment, Stream
 from .layout import empty_like
 
 _COMFORTABLE = 0.8  # of the memory; the rest is for temporaries and what the allocator rounds up
@@ -96,6 +96,27 @@ class AcceleratorEvent(Event):
         self.event.synchronize()
 
 
+class AcceleratorMoment(Moment):
+    """A timed point in a stream, told on the host's clock.
+
+    Args:
+        event: the point.
+        start: a point that was passed when the host's clock showed ``start_ns``.
+        start_ns: see above.
+    """
+
+    __slots__ = ("_event", "_start", "_start_ns")
+
+    def __init__(self, event: torch.Event, start: torch.Event, start_ns: int) -> None:
+        self._event, self._start, self._start_ns = event, start, start_ns
+
+    def ns(self) -> int:
+        """When the stream reached the point; blocks until it has."""
+        # Host wait: runtimes refuse to tell the time of a point that is still to come.
+        self._event.synchronize()
+        return self._start_ns + round(1e6 * self._start.elapsed_time(self._event))
+
+
 class AcceleratorDevice(Device):
     """One logical device on an accelerator, with streams of its own.
 
@@ -116,6 +137,7 @@ class AcceleratorDevice(Device):
         # Streams of the worker's own: on the default stream, two logical devices would queue behind
         # each other and behind the user's work.
         self._streams = {stream: torch.Stream(device=torch_device) for stream in Stream}
+        self._clock: tuple[torch.Event, int] | None = None
 
     @contextlib.contextmanager
     def worker_scope(self) -> Iterator[None]:
@@ -174,6 +196,25 @@ class AcceleratorDevice(Device):
         event = torch.Event(device=self.torch_device)
         event.record(self.torch_stream(stream))
         return AcceleratorEvent(event)
+
+    def start_clock(self) -> None:
+        """Compare the device's clock with the host's; device times are 32-bit floats, so often."""
+        start = self._timed_event(Stream.COMPUTE)
+        # Host wait, on a stream that is idle when a run begins.
+        start.synchronize()
+        self._clock = start, clock_ns()
+
+    def moment(self, stream: Stream) -> Moment:
+        """When ``stream`` gets here, from a timed event on it."""
+        if self._clock is None:
+            self.start_clock()
+        assert self._clock is not None
+        return AcceleratorMoment(self._timed_event(stream), *self._clock)
+
+    def _timed_event(self, stream: Stream) -> torch.Event:
+        event = torch.Event(device=self.torch_device, enable_timing=True)
+        event.record(self.torch_stream(stream))
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Later work of ``stream`` starts after ``event``; the host does not wait."""

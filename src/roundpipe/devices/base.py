@@ -74,6 +74,29 @@ class Event(ABC):
         """
 
 
+class Moment(ABC):
+    """When a stream reached a point in its work, on the host's clock. Any thread may ask."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def ns(self) -> int:
+        """Nanoseconds as of :data:`roundpipe.trace.clock_ns`; blocks until the point is passed."""
+
+
+class HostMoment(Moment):
+    """A moment that is known already."""
+
+    __slots__ = ("_ns",)
+
+    def __init__(self, at_ns: int) -> None:
+        self._ns = at_ns
+
+    def ns(self) -> int:
+        """When it was."""
+        return self._ns
+
+
 class Device(ABC):
     """One worker's hardware.
 
@@ -126,6 +149,17 @@ class Device(ABC):
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """An event after everything enqueued on ``stream`` so far."""
+
+    @abstractmethod
+    def start_clock(self) -> None:
+        """Set the clock of moments anew; called by the worker when a run begins, on idle streams.
+
+        Nothing where moments are the host's own.
+        """
+
+    @abstractmethod
+    def moment(self, stream: Stream) -> Moment:
+        """When everything enqueued on ``stream`` so far is over."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:

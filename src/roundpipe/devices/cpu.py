@@ -16,7 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from .base import Category, Device, Event, MemoryReport, Stream
+from roundpipe.trace import clock_ns
+
+from .base import Category, Device, Event, HostMoment, MemoryReport, Moment, Stream
 from .layout import empty_like
 
 T = TypeVar("T")
@@ -103,6 +105,13 @@ class CpuDevice(Device):
     def record(self, stream: Stream) -> Event:
         """An event that has passed."""
         return PassedEvent()
+
+    def start_clock(self) -> None:
+        """Nothing: moments are the host's own."""
+
+    def moment(self, stream: Stream) -> Moment:
+        """Now. For compute that is right; copies of checked devices may still be on their way."""
+        return HostMoment(clock_ns())
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Block until ``event`` has passed."""

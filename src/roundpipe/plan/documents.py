@@ -7,10 +7,13 @@ A costs file holds what a workload is made of::
       "layers": [{"forward_ms": 7.4, "backward_ms": 15.8, "weight_bytes": 100000000}, ...],
       "machine": {"devices": 8, "hop_ms": 1.6, "upload_bytes_per_ms": 25000000},
       "microbatches": 16,
-      "mode": "async"
+      "mode": "async",
+      "rules": {"early_recompute": false, "overlap_calls": false}
     }
 
 ``devices`` is a number of equal devices, described beside it, or a list of objects, one per device.
+``rules`` say how the engine orders work. What else a model writes beside its costs
+(:data:`REMARKS`) does not change a plan.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from typing import Any
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.plan.costs import DeviceSpec, LayerCosts, Machine
 from roundpipe.plan.stage_plan import StagePlan
-from roundpipe.plan.workload import Workload, check_count
+from roundpipe.plan.workload import EngineRules, Workload, check_count
+
+REMARKS = frozenset({"kind", "source", "layer_names"})
+"""Entries of a costs file that tell where the numbers are from."""
 
 _SPEC_FIELDS = {item.name for item in fields(DeviceSpec)}
 
@@ -34,8 +40,8 @@ def workload_from_document(document: Mapping[str, Any]) -> Workload:
         InvalidTypeError: an entry of the wrong type.
         InvalidValueError: a missing or unknown entry, or an impossible number.
     """
-    known = {"name", "layers", "machine", "microbatches", "mode", "run_type"}
-    _check_names("a costs document", document, known)
+    known = {"name", "layers", "machine", "microbatches", "mode", "run_type", "rules"}
+    _check_names("a costs document", document, known | REMARKS)
     machine = machine_from_document(document.get("machine", {"devices": 1}))
     costs = LayerCosts.from_document(
         {"layers": document.get("layers"), "name": document.get("name", "model")}
@@ -46,6 +52,7 @@ def workload_from_document(document: Mapping[str, Any]) -> Workload:
         document.get("microbatches", len(machine) + 1),
         document.get("run_type", "fused"),
         document.get("mode", "sync"),
+        rules=_rules(document.get("rules", {})),
     )
 
 
@@ -72,6 +79,24 @@ def machine_from_document(document: Mapping[str, Any]) -> Machine:
     check_count("machine.devices", devices)
     shared = {name: value for name, value in document.items() if name in _SPEC_FIELDS}
     return Machine.uniform(int(devices or 0), hop_ms, like=DeviceSpec(**shared), links=links)
+
+
+def machine_to_document(machine: Machine) -> dict[str, Any]:
+    """The ``machine`` of a costs file; values at their default are left out."""
+    devices = [
+        {
+            item.name: getattr(spec, item.name)
+            for item in fields(DeviceSpec)
+            if item.name == "name" or getattr(spec, item.name) != item.default
+        }
+        for spec in machine.devices
+    ]
+    document: dict[str, Any] = {"devices": devices}
+    if machine.hop_ms:
+        document["hop_ms"] = machine.hop_ms
+    if machine.links:
+        document["links"] = dict(machine.links)
+    return document
 
 
 def plan_to_document(plan: StagePlan) -> dict[str, Any]:
@@ -111,6 +136,15 @@ def _stages(document: Mapping[str, Any], name: str) -> list[range]:
             raise InvalidTypeError(f"{name}[{index}] is {pair!r}; expected [first, last + 1]")
         stages.append(range(*pair))
     return stages
+
+
+def _rules(document: object) -> EngineRules:
+    _check_names("rules", document, {item.name for item in fields(EngineRules)})
+    chosen = dict(document) if isinstance(document, Mapping) else {}
+    for name, value in chosen.items():
+        if not isinstance(value, bool):
+            raise InvalidTypeError(f"rules.{name} is {value!r}; expected true or false")
+    return EngineRules(**chosen)
 
 
 def _check_names(what: str, document: object, known: set[str]) -> None:
