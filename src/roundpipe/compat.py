@@ -164,3 +164,35 @@ def total_memory_bytes(device: torch.device) -> int | None:
         return int(torch.accelerator.get_memory_info(device)[1])
     module = torch.get_device_module(device)
     return int(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None
+
+
+def allow_any_grad_dtype(tensor: torch.Tensor) -> None:
+    """Let ``tensor.grad`` have any dtype; nothing where torch cannot tell it so."""
+    if grad_dtype_is_settable():
+        tensor.grad_dtype = None
+
+
+def allows_any_grad_dtype(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor.grad`` may have another dtype than ``tensor``."""
+    return grad_dtype_is_settable() and tensor.grad_dtype is None
+
+
+def storage_is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor than this one uses its memory; yes where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    # This tensor and the Python object `storage` are two users.
+    return count is None or int(count(storage._cdata)) > 2
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody, for this optimizer or for all, wants to be told of each ``step()``."""
+    from torch.optim import optimizer as module
+
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    hooks = [getattr(module, name, ()) for name in names]
+    hooks += [
+        getattr(optimizer, name, ())
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    ]
+    return any(len(of_one_kind) > 0 for of_one_kind in hooks)

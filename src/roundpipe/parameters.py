@@ -6,7 +6,7 @@ that only grow:
     layer.reads_declared   reads (uploads) that runs have announced           caller
     layer.reads_issued     reads under way or over, or given up                device workers
     layer.published        newest version copied into the layer's parameters  optimizer thread
-    slot.folded            how often the slot's content went into a master    optimizer thread
+    slot.folded            how often a step was done with the slot's content  optimizer thread
 
 1. All reads of one run see one version: a run reads version `entitled`, and `entitled` changes only
    when a step is submitted or the model is synchronized, never inside a run.
@@ -14,130 +14,45 @@ that only grow:
    an upload could take half old, half new bytes.
 3. A read waits for `published >= entitled`; without that it would see the version before.
 4. A fold waits for the gradient's copy to host memory; a copy into a slot's buffer waits until the
-   buffer's last content was folded; without that a step would see a mixture of two calls.
+   step is done with the buffer's last content; without that it would see a mixture of two calls.
 5. A step takes the slots' contents when it is submitted: what later calls add is the next step's.
 6. After a failed run the contents of all slots are dropped, versions stay.
+7. Masters follow what the user writes into a parameter, as long as no newer master waits to be
+   published; without that the change would be overwritten.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from .compat import allows_any_grad_dtype
 from .devices.base import Event
 from .errors import StateError
-from .workers import Counter, Scope
+from .gradients import Contribution, GradientSlot
+from .records import LayerRecord, ParameterRecord
+from .workers import Scope
 
-Contributor = tuple[int, int]  # (layer, replica of a wide stage)
-
-
-class GradientSlot:
-    """The accumulated gradient that one (layer, replica) contributes to one parameter."""
-
-    def __init__(self, name: str) -> None:
-        self.content: torch.Tensor | None = None
-        self.ready: Event | None = None
-        self.buffer: torch.Tensor | None = None
-        self.taken = 0
-        self.folded = Counter(f"folds of the gradient of {name}")
-
-    def put(self, content: torch.Tensor, ready: Event | None) -> None:
-        """The gradient of the calls since the last step, complete once ``ready`` has passed."""
-        self.content, self.ready = content, ready
-
-    def take(self) -> tuple[torch.Tensor, Event | None] | None:
-        """Hand the content to a step; the slot is empty afterwards."""
-        if self.content is None:
-            return None
-        content, ready = self.content, self.ready
-        self.taken += 1
-        self.drop()
-        return content, ready
-
-    def drop(self) -> None:
-        """Forget the content."""
-        self.content = self.ready = None
-
-    def wait_buffer_free(self, who: str, scope: Scope | None) -> None:
-        """Block until a step has folded what it took: the buffer may be written again."""
-        self.folded.wait(self.taken, who, scope)
-
-
-class ParameterRecord:
-    """One parameter of the model, however many layers and names share it."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.layers: list[int] = []
-        self.master: nn.Parameter | None = None
-        self.slots: dict[Contributor, GradientSlot] = {}
-
-    def slot(self, contributor: Contributor) -> GradientSlot:
-        """The slot of one contributor, made when first asked for."""
-        found = self.slots.get(contributor)
-        if found is None:
-            found = self.slots.setdefault(contributor, GradientSlot(self.name))
-        return found
-
-    def ensure_master(self, dtype: torch.dtype | None) -> nn.Parameter:
-        """The optimizer's copy, made from the parameter's present value when first asked for."""
-        if self.master is None:
-            source = self.parameter.detach()
-            target = dtype if dtype is not None and source.is_floating_point() else source.dtype
-            value = torch.empty_like(source, dtype=target, memory_format=torch.preserve_format)
-            self.master = nn.Parameter(
-                value.copy_(source), requires_grad=self.parameter.requires_grad
-            )
-        return self.master
+Taken = list[tuple[ParameterRecord, list[Contribution]]]
 
 
 @dataclass
-class LayerRecord:
-    """One layer: its module, its parameters, and the counters of the rules above."""
+class Submission:
+    """What a step finds when it is submitted.
 
-    index: int
-    module: nn.Module
-    parameters: list[ParameterRecord] = field(default_factory=list)
-    reads_declared: int = 0
-    reads: list[Event] = field(default_factory=list)
+    Attributes:
+        version: the version that the masters hold; the step makes the next one.
+        declared: for each layer, the reads that publishing must wait for.
+        gradients: what was accumulated since the last step.
+    """
 
-    def __post_init__(self) -> None:
-        self.reads_issued = Counter(f"reads of layer {self.index}")
-        self.published = Counter(f"the published version of layer {self.index}")
-        self._reads_lock = threading.Lock()
-
-    def add_read(self, over: Event) -> None:
-        """Note a read that is under way, and forget those that are over.
-
-        Where nothing is published, in evaluation or with frozen layers, nobody else would.
-        """
-        with self._reads_lock:
-            self.reads = [read for read in self.reads if not read.query()]
-            self.reads.append(over)
-
-    def take_reads(self) -> list[Event]:
-        """The reads that may still be under way; whoever asks waits for them."""
-        with self._reads_lock:
-            reads, self.reads = self.reads, []
-            return reads
-
-    @property
-    def label(self) -> str:
-        """Index and class, as errors show them."""
-        return f"{self.index} ({type(self.module).__name__})"
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter of the layer requires grad now."""
-        return any(record.parameter.requires_grad for record in self.parameters)
-
-
-Contribution = tuple[GradientSlot, torch.Tensor, Event | None]
+    version: int
+    declared: list[int]
+    gradients: Taken
 
 
 class ParameterStore:
@@ -147,7 +62,12 @@ class ParameterStore:
         layers: the layers, in order.
         names: for each parameter (by identity) the name shown to users.
         optim_dtype: dtype of floating-point masters; ``None`` keeps each parameter's own.
+
+    Attributes:
+        steps_by_layer: whether a step may publish one layer after the other.
     """
+
+    steps_by_layer = True
 
     def __init__(
         self,
@@ -163,6 +83,7 @@ class ParameterStore:
         self._dirty: set[int] = set()
         self.submitted_version = 0  # versions made or in the making: one for each submitted step
         self.entitled_version = 0  # the version that runs read now
+        self.synchronized_version = 0  # the last one that the caller has waited for
         for layer in self.layers:
             self.scan(layer)
 
@@ -223,16 +144,12 @@ class ParameterStore:
             if filled:
                 yield record, filled
 
-    def take_gradients(self) -> list[tuple[ParameterRecord, list[Contribution]]]:
+    def take_gradients(self) -> Taken:
         """Everything accumulated since the last step, for the step now submitted (rule 5)."""
-        taken = []
+        taken: Taken = []
         for record, slots in self.contents():
-            contributions: list[Contribution] = []
-            for slot in slots:
-                content = slot.take()
-                if content is not None:
-                    contributions.append((slot, *content))
-            taken.append((record, contributions))
+            contributions = [slot.take() for slot in slots]
+            taken.append((record, [c for c in contributions if c is not None]))
         return taken
 
     def holds_gradients(self) -> bool:
@@ -277,32 +194,46 @@ class ParameterStore:
             record.parameter.grad = total
 
     def fold(self, record: ParameterRecord, contributions: Sequence[Contribution]) -> None:
-        """Add what a step took of one parameter to its master's ``.grad`` (rule 4)."""
+        """Add what a step took of one parameter to its master's ``.grad`` (rule 4).
+
+        Contributions that the master now holds as they are must be released when the step is over;
+        the others are released already.
+        """
         master = record.ensure_master(self.optim_dtype)
-        for slot, content, ready in contributions:
+        for contribution in contributions:
+            is_lent = False
             try:
-                if ready is not None:
-                    # The copy to host memory runs on a stream of its own; adding before it is
-                    # through would add what the buffer held before.
-                    ready.synchronize()
-                owned = content is not slot.buffer
+                content = contribution.wait()
                 if master.grad is not None:
-                    master.grad.add_(content)
-                elif owned and content.dtype == master.dtype:
+                    master.grad = _added(master.grad, content, master.dtype)
+                elif len(contributions) == 1 and takes_16_bit(master, content):
+                    # An alias: somebody who keeps the gradient can be told from the slot.
+                    master.grad, is_lent = content.detach(), contribution.is_buffer
+                elif content.dtype == master.dtype and not contribution.is_buffer:
                     master.grad = content
                 else:
                     master.grad = content.to(master.dtype, copy=True)
             finally:
-                slot.folded.advance()
-        self._dirty.add(id(record.parameter))
+                if not is_lent:
+                    contribution.release()
+        self.mark_dirty(record)
 
     # --- versions ----------------------------------------------------------------------------
+
+    def mark_dirty(self, record: ParameterRecord) -> None:
+        """The record's master has a newer value than its parameter."""
+        self._dirty.add(id(record.parameter))
+
+    def mark_published(self, record: ParameterRecord) -> None:
+        """The record's parameter holds its master's value."""
+        self._dirty.discard(id(record.parameter))
+        record.note_agreement()
 
     def mark_all_dirty(self) -> None:
         """A step function ran: any master may have changed."""
         for record in self.records():
             if record.master is not None:
-                self._dirty.add(id(record.parameter))
+                self.mark_dirty(record)
 
     def publish(self, version: int, declared: Sequence[int]) -> None:
         """Copy changed masters into the model's parameters, layer by layer (rule 2).
@@ -313,27 +244,34 @@ class ParameterStore:
         """
         try:
             for layer in self.layers:
-                for record in layer.parameters:
-                    self._publish_parameter(record, declared)
-                layer.published.advance_to(version)
+                self.publish_layer(layer, version, declared)
         finally:
             # A failed copy must not leave runs waiting for a version that never comes: the failure
             # itself reaches the user through the step that asked for the publish.
             for layer in self.layers:
                 layer.published.advance_to(version)
 
+    def publish_layer(self, layer: LayerRecord, version: int, declared: Sequence[int]) -> None:
+        """Copy one layer's changed masters into its parameters."""
+        for record in layer.parameters:
+            self._publish_parameter(record, declared)
+        layer.published.advance_to(version)
+
     def _publish_parameter(self, record: ParameterRecord, declared: Sequence[int]) -> None:
-        key = id(record.parameter)
-        if key not in self._dirty or record.master is None:
+        if id(record.parameter) not in self._dirty or record.master is None:
             return
+        self.wait_unread(record, declared)
+        with torch.no_grad():
+            record.parameter.copy_(record.master)
+        self.mark_published(record)
+
+    def wait_unread(self, record: ParameterRecord, declared: Sequence[int]) -> None:
+        """Block until all announced reads of the parameter are over (rule 2)."""
         for index in record.layers:
             layer = self.layers[index]
             layer.reads_issued.wait(declared[index], "publishing new parameters")
             for read in layer.take_reads():
                 read.synchronize()
-        with torch.no_grad():
-            record.parameter.copy_(record.master)
-        self._dirty.discard(key)
 
     def declared_reads(self) -> list[int]:
         """The reads announced so far, one number for each layer."""
@@ -345,7 +283,38 @@ class ParameterStore:
             if record.master is not None:
                 with torch.no_grad():
                     record.master.copy_(record.parameter)
-                self._dirty.discard(id(record.parameter))
+                self.mark_published(record)
+
+    def follow_user_writes(self) -> None:
+        """Masters take over what the user wrote into parameters (rule 7). No step is in flight.
+
+        Raises:
+            StateError: a parameter was written while its master had a newer value, which was not
+                published yet; publishing will overwrite what was written.
+        """
+        lost = []
+        for record in self.records():
+            if not record.was_written or record.master is None:
+                continue
+            if id(record.parameter) in self._dirty:
+                lost.append(record.name)
+                record.note_agreement()
+                continue
+            with torch.no_grad():
+                record.master.copy_(record.parameter)
+            record.note_agreement()
+        if lost:
+            raise StateError(
+                f"{', '.join(lost)}: changed in place while a newer value of the optimizer waited "
+                "to be published, which overwrites the change; call synchronize() before, or "
+                "change the masters (optim_parameters()) inside the step function"
+            )
+
+    def masters(self) -> Iterator[nn.Parameter]:
+        """All masters that exist."""
+        for record in self.records():
+            if record.master is not None:
+                yield record.master
 
     def has_master(self, parameter: nn.Parameter) -> bool:
         """Whether a master of the parameter exists."""
@@ -372,3 +341,21 @@ class ParameterStore:
                 "register it in a layer"
             )
         return record.ensure_master(self.optim_dtype)
+
+
+def takes_16_bit(master: torch.Tensor, content: torch.Tensor) -> bool:
+    """Whether a 16-bit gradient may be the master's ``.grad`` as it is."""
+    return (
+        content.dtype in (torch.bfloat16, torch.float16)
+        and master.dtype is torch.float32
+        and allows_any_grad_dtype(master)
+    )
+
+
+def _added(grad: torch.Tensor, content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum, in ``dtype`` and in the memory of ``grad`` where that can be."""
+    if grad.dtype != dtype:
+        grad = grad.to(dtype)  # a 16-bit gradient that the step before left in place
+    if grad.layout is not torch.strided and content.layout is torch.strided:
+        return content.to(dtype) + grad
+    return grad.add_(content)

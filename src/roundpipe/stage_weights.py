@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from .devices.base import Category, Device, Event, Stream
-from .parameters import Contributor, GradientSlot, ParameterRecord, ParameterStore
+from .gradients import Contributor, GradientSlot
+from .parameters import ParameterStore
+from .records import ParameterRecord
 from .replicas import LayerOnDevice, replicate
 from .transfer import ChunkedUpload, Transfer, download
 

@@ -1,4 +1,4 @@
-"""The optimizer thread: fold gradients, run the user's step function, publish.
+"""The optimizer thread: what steps run on, and when their results may be seen.
 
     caller              optimizer thread
     ------              ----------------
@@ -8,16 +8,19 @@
 
 An asynchronous step's result is published when the next step is submitted (or on `synchronize`),
 not when it is ready: what a call computes with never depends on how fast the optimizer was.
+
+    step(optimizer) ─▶  layer by layer: fold, update, publish θ_n+1
+    call reads θ_n+1    (its first stage starts when its layers are published)
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from .errors import Where, add_where
-from .parameters import Contribution, ParameterRecord, ParameterStore
+from .parameters import ParameterStore, Submission
 from .trace import logger
 from .workers import Counter, Worker
 
@@ -38,28 +41,113 @@ class StepContext(threading.local):
 masters_visible = StepContext()
 
 
-class _Job:
-    """What the thread does next: publish a version and, but for ``synchronize``, run a step.
+class Ticket:
+    """One submitted step, as the thread that submitted it and the one that runs it see it.
 
-    Attributes:
-        version: the version to publish, which the masters hold.
-        declared: for each layer, the reads that publishing must wait for.
-        step_fn: what makes the next version; None to only publish.
-        gradients: what the step folds.
-        error: how it ended, if it failed.
+    Args:
+        number: how many steps its thread has submitted, this one included.
+        is_async: whether it may still run when :meth:`RoundPipe.step` has returned.
+        done: the optimizer thread's counter of finished jobs.
+        jobs: what the counter says when this step is over.
     """
 
-    def __init__(
-        self,
-        version: int,
-        declared: list[int],
-        step_fn: Callable[[], Any] | None = None,
-        gradients: Sequence[tuple[ParameterRecord, list[Contribution]]] = (),
-    ) -> None:
-        self.version = version
-        self.declared = declared
-        self.step_fn = step_fn
-        self.gradients = gradients
+    def __init__(self, number: int, is_async: bool, done: Counter, jobs: int) -> None:
+        self.number = number
+        self.is_async = is_async
+        self._done = done
+        self._jobs = jobs
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step is done, or failed."""
+        return self._done.value >= self._jobs
+
+    def wait(self, who: str) -> None:
+        """Block until the step is over."""
+        self._done.wait(self._jobs, who)
+
+
+class StepsOfThread(threading.local):
+    """The steps that a thread has submitted, and the one it is running.
+
+    Attributes:
+        submitted: how many it has submitted, of all models.
+        in_flight: those that may not be over yet.
+        running: what an optimizer thread is at; ``None`` on other threads.
+    """
+
+    submitted: int = 0
+    running: Ticket | None = None
+
+    def __init__(self) -> None:
+        self.in_flight: list[Ticket] = []
+
+    def submit(self, is_async: bool, done: Counter, jobs: int) -> Ticket:
+        """Note one more."""
+        self.submitted += 1
+        ticket = Ticket(self.submitted, is_async, done, jobs)
+        self.in_flight = [*(t for t in self.in_flight if not t.is_over), ticket]
+        return ticket
+
+
+# Thread-local like `masters_visible`: a gradient scaler that belongs to no model finds out from it
+# which iteration a step belongs to.
+steps_of_thread = StepsOfThread()
+
+
+class Step(Protocol):
+    """What a step does on the optimizer thread."""
+
+    @property
+    def lag(self) -> int:
+        """How many versions later calls are behind the one it makes: 0 if it publishes itself."""
+
+    def run(self, store: ParameterStore, submission: Submission) -> None:
+        """Publish what the masters hold and make the next version of them."""
+
+
+class FunctionStep:
+    """A step by the user's function. Its result is published by the next step."""
+
+    lag = 1
+
+    def __init__(self, step_fn: Callable[[], Any]) -> None:
+        self._step_fn = step_fn
+
+    def run(self, store: ParameterStore, submission: Submission) -> None:
+        """Publish, fold the gradients, run the function."""
+        store.publish(submission.version, submission.declared)
+        contributions = [c for _, group in submission.gradients for c in group]
+        try:
+            for record, group in submission.gradients:
+                store.fold(record, group)
+            # A step function that frees the masters' gradients frees them all.
+            submission.gradients.clear()
+            contributions = [c for c in contributions if not c.is_released]
+            self._step_fn()
+        finally:
+            for contribution in contributions:
+                contribution.release()
+            # Also after a failure: it may have changed any master before.
+            store.mark_all_dirty()
+
+
+class _Publication:
+    """No step: only publishes."""
+
+    lag = 0
+
+    def run(self, store: ParameterStore, submission: Submission) -> None:
+        store.publish(submission.version, submission.declared)
+
+
+class _Job:
+    """What the thread does next, and how it ended."""
+
+    def __init__(self, step: Step, submission: Submission, ticket: Ticket | None) -> None:
+        self.step = step
+        self.submission = submission
+        self.ticket = ticket
         self.error: BaseException | None = None
 
 
@@ -81,29 +169,35 @@ class Stepper:
         self._submitted = 0
         self._done = Counter(f"steps done of {model_name}")
 
-    def submit(self, step_fn: Callable[[], Any], is_async: bool) -> None:
+    def submit(self, step: Step, is_async: bool) -> None:
         """Start a step; see :meth:`RoundPipe.step` for what it promises.
 
+        Args:
+            step: what to do.
+            is_async: whether to return before it is done and, if it has a lag, published.
+
         Raises:
-            BaseException: what an earlier, or (synchronous) this step function raised.
+            BaseException: what an earlier, or (synchronous) this step raised.
+            StateError: see :meth:`ParameterStore.follow_user_writes`.
         """
         self.wait()
         store = self._store
+        store.follow_user_writes()
         # Taken now and not when the thread gets to it: gradients of a later call belong to the
         # next step (rule 5 of the store).
         store.adopt_user_gradients()
         version = store.submitted_version
-        job = _Job(version, store.declared_reads(), step_fn, store.take_gradients())
+        submission = Submission(version, store.declared_reads(), store.take_gradients())
         store.submitted_version = version + 1
-        self._start(job)
+        store.entitled_version = version + 1 - step.lag
+        ticket = steps_of_thread.submit(is_async, self._done, self._submitted + 1)
+        self._start(_Job(step, submission, ticket))
         if not is_async:
             self.publish_latest()
 
     def _start(self, job: _Job) -> None:
-        """Hand the job to the thread; calls from now on read what it publishes."""
         if self._worker is None:
             self._worker = Worker(f"roundpipe-optimizer-{self._name}")
-        self._store.entitled_version = job.version
         self._job = job
         self._submitted += 1
         self._worker.submit(lambda: self._run(job))
@@ -112,7 +206,7 @@ class Stepper:
         """Wait for the step in flight.
 
         Raises:
-            BaseException: what its step function raised; once, the same object.
+            BaseException: what it raised; once, the same object.
         """
         self._done.wait(self._submitted, f"the caller of {self._name}")
         self.raise_failure()
@@ -126,7 +220,12 @@ class Stepper:
                 raise job.error
 
     def publish_latest(self) -> None:
-        """Wait for the step in flight and make its result what calls read."""
+        """Wait for the step in flight and make its result what calls read.
+
+        Raises:
+            BaseException: what the step raised.
+            StateError: see :meth:`ParameterStore.follow_user_writes`.
+        """
         store = self._store
         try:
             self.wait()
@@ -136,9 +235,13 @@ class Stepper:
             version = store.submitted_version
             is_over = self._done.value >= self._submitted
             if is_over and store.entitled_version < version:
+                store.follow_user_writes()
                 # On the thread, not here: Ctrl-C in the middle would leave layers of two versions.
-                self._start(_Job(version, store.declared_reads()))
+                store.entitled_version = version
+                submission = Submission(version, store.declared_reads(), [])
+                self._start(_Job(_Publication(), submission, None))
                 self.wait()
+        store.synchronized_version = version
 
     def on_own_thread(self) -> bool:
         """Whether the calling thread is the one that runs the step functions."""
@@ -156,23 +259,13 @@ class Stepper:
             )  # fmt: skip
 
     def _run(self, job: _Job) -> None:
+        steps_of_thread.running = job.ticket
         try:
-            self._store.publish(job.version, job.declared)
-            if job.step_fn is not None:
-                self._step(job.step_fn, job)
+            with masters_visible:
+                job.step.run(self._store, job.submission)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, raised there
             add_where(error, Where(model=self._name, phase="step"))
             job.error = error
         finally:
+            steps_of_thread.running = None
             self._done.advance()
-
-    def _step(self, step_fn: Callable[[], Any], job: _Job) -> None:
-        try:
-            for record, contributions in job.gradients:
-                self._store.fold(record, contributions)
-            job.gradients = ()  # a step function that frees the masters' gradients frees them all
-            with masters_visible:
-                step_fn()
-        finally:
-            # Also after a failure: it may have changed any master before.
-            self._store.mark_all_dirty()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, optim
 from roundpipe.devices import CpuChecks, open_cpu_pool
 from support.faults import watched_pool
 from support.versions import CONFIG, Gate, Play, advance, build, expected, scaled_sum
@@ -27,6 +27,10 @@ PROGRAMS = {
     "an asynchronous step after a synchronous one": ("CSCACAC", [0, 1, 1, 2]),
     "evaluation sees what training sees": ("ECAECAECYE", [0, 0, 0, 0, 1, 1, 2]),
     "forward and backward by hand": ("FAFAFSFF", [0, 0, 1, 3, 3]),
+    "layer by layer: the latest": ("CLCLCLCYC", [0, 1, 2, 3, 3]),
+    "layer by layer, by hand and in evaluation": ("FLEFLE", [0, 1, 1, 2]),
+    "an optimizer, asynchronous: the call before last": ("CBCBCBCYC", [0, 0, 1, 2, 3]),
+    "layer by layer after an asynchronous step": ("CACLCLCBCLC", [0, 0, 2, 3, 3, 5]),
 }
 
 
@@ -34,10 +38,13 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_call_computes_with_the_version_it_is_entitled_to(name: str, num_devices: int) -> None:
     program, versions = PROGRAMS[name]
-    seen: list[float] = []
-    with watched_pool(num_devices, CpuChecks(delay_seed=num_devices)) as pool:
-        with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
-            assert Play(pipe, seen).run(program) == versions
+    for optimizer_class in (torch.optim.SGD, optim.SGD):
+        seen: list[float] = []
+        with watched_pool(num_devices, CpuChecks(delay_seed=num_devices)) as pool:
+            with RoundPipe(build(seen), devices=pool, model_run_config=CONFIG) as pipe:
+                assert Play(pipe, seen, optimizer_class).run(program) == versions
+        if not set(program) & set("LB"):
+            break  # no optimizer stepped
     assert list(expected(program)) == versions
 
 

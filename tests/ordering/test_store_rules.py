@@ -17,7 +17,9 @@ from torch import nn
 from roundpipe import RoundPipe
 from roundpipe.devices import CheckedPool
 from roundpipe.devices.base import Event
-from roundpipe.parameters import GradientSlot, ParameterRecord, ParameterStore
+from roundpipe.gradients import GradientSlot
+from roundpipe.parameters import ParameterStore
+from roundpipe.records import ParameterRecord
 from roundpipe.workers import Counter, Scope
 from support.faults import InjectedError, watched_pool
 from support.versions import CONFIG, Gate, Play, advance, build, scaled_sum

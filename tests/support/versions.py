@@ -55,11 +55,21 @@ class Play:
     """Runs a program of calls and steps, a letter each.
 
     ``C`` fused call, ``F`` forward and user-driven backward, ``E`` evaluation, ``A`` asynchronous
-    step, ``S`` synchronous step, ``Y`` synchronize.
+    step, ``S`` synchronous step, ``Y`` synchronize. And steps of an optimizer, which need the
+    gradients of exactly one call to make the next version: ``L`` layer by layer, ``B``
+    asynchronous.
     """
 
-    def __init__(self, pipe: RoundPipe, seen: list[float]) -> None:
+    def __init__(
+        self,
+        pipe: RoundPipe,
+        seen: list[float],
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
+    ) -> None:
         self.pipe = pipe
+        masters = list(pipe.optim_parameters())
+        # One call's gradient is 4 (the rows) for every weight.
+        self._optimizer = optimizer_class(masters, lr=0.25, maximize=True)  # type: ignore[call-arg]
         self._seen = seen
         self.versions: list[float] = []
 
@@ -71,6 +81,8 @@ class Play:
             "E": lambda: self._call(self._evaluate),
             "A": lambda: self.pipe.step(advance, True, self.pipe),
             "S": lambda: self.pipe.step(advance, False, self.pipe),
+            "L": lambda: self.pipe.step(self._optimizer),
+            "B": lambda: self.pipe.step(self._optimizer, is_async=True),
             "Y": self.pipe.synchronize,
         }
         for letter in program:
@@ -134,9 +146,9 @@ def expected(program: str) -> Iterator[float]:
     for letter in program:
         if letter in "CFE":
             yield entitled
-        elif letter == "A":
+        elif letter in "AB":
             made, entitled = made + 1, made
-        elif letter == "S":
+        elif letter in "SL":
             made = entitled = made + 1
         else:
             entitled = made

@@ -36,6 +36,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "binding",
         "gradients",
     ),
+    ("records",),
     ("parameters",),
     ("transfer",),
     ("stage_weights",),

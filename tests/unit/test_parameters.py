@@ -8,7 +8,8 @@ from torch import nn
 
 from roundpipe import RoundPipe
 from roundpipe.devices.base import Event
-from roundpipe.parameters import GradientSlot, ParameterStore
+from roundpipe.gradients import GradientSlot
+from roundpipe.parameters import ParameterStore
 from support.cases import Scale
 from support.faults import InjectedError, watched_pool
 

@@ -10,11 +10,11 @@ Without the compiled kernels (the package was built on a machine without a compi
 too, on torch's own kernels; one line in the log says so.
 """
 
+from roundpipe.binding import Binding
 from roundpipe.optim.adam import Adam, Adamax, AdamW, NAdam, RAdam
 from roundpipe.optim.base import KernelOptimizer
 from roundpipe.optim.lion import Lion
 from roundpipe.optim.sgd import ASGD, SGD, Adadelta, Adagrad, RMSprop, Rprop
-from roundpipe.optim.updates import Binding
 
 __all__ = [
     "ASGD",

@@ -9,12 +9,14 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from roundpipe.binding import Binding
+from roundpipe.compat import allow_any_grad_dtype
 from roundpipe.errors import InvalidValueError
 from roundpipe.optim.fallback import torch_step, torch_step_rounded
 from roundpipe.optim.layout import like
 from roundpipe.optim.moments import rounding_seed
 from roundpipe.optim.native import Algorithm, Kernels, Task, load_kernels
-from roundpipe.optim.updates import Binding, Group, State, Update, kernels_take, split, updates_of
+from roundpipe.optim.updates import Group, State, Update, kernels_take, split, updates_of
 
 LARGE_TENSOR_BYTES = 4 << 20
 
@@ -59,6 +61,13 @@ class KernelOptimizer(torch.optim.Optimizer):
     algorithm: ClassVar[Algorithm]
     torch_class: ClassVar[type[torch.optim.Optimizer]]
     moment_dtype: torch.dtype = torch.float32  # of the states of float32 parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. From here on the ``.grad`` of its float32 parameters may be 16-bit, too."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.dtype is torch.float32 and param.device.type == "cpu" and param.is_leaf:
+                allow_any_grad_dtype(param)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "moment_dtype": self.moment_dtype}

@@ -9,26 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundpipe.binding import Binding
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.optim.layout import is_dense, same_layout
 from roundpipe.optim.native import DTYPE_CODES
 
 Group = dict[str, Any]
 State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Where a parameter's gradient lies, and where its new value goes besides the parameter.
-
-    Attributes:
-        gradient: float32, bfloat16 or float16, of the parameter's shape. It is only read.
-        published: receives the new value, rounded to its own dtype (those of ``gradient``); of the
-            parameter's shape. ``None``: only the parameter itself is updated.
-    """
-
-    gradient: Tensor
-    published: Tensor | None = None
 
 
 @dataclass(frozen=True)
