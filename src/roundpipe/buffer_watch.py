@@ -1,14 +1,18 @@
-"""Noticing that layers change buffers, and giving recompute those that the forward found."""
+"""Buffers that layers change: noticed, given back to recompute, written to the user's model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from .calls import BufferHistory, Call, Chain, StageTask
 from .devices.base import Device
+from .errors import StateError
+from .habits import LayerHabits, contents, written_since
+from .parameters import LayerRecord
 from .replicas import BufferName, LayerOnDevice
 from .stage_state import version_of
 from .stage_weights import StageWeights
@@ -26,6 +30,7 @@ class BufferWatch:
         device: its device.
         weights: its layers.
         fetch: gives a value's copy on the device.
+        habits: what is known about the layers.
     """
 
     def __init__(
@@ -35,12 +40,14 @@ class BufferWatch:
         device: Device,
         weights: StageWeights,
         fetch: Callable[[Value], torch.Tensor],
+        habits: LayerHabits,
     ) -> None:
         self._call = call
         self._task = task
         self._device = device
         self._weights = weights
         self._fetch = fetch
+        self._habits = habits
         self._signatures: dict[int, BufferSignature] = {}
 
     @contextlib.contextmanager
@@ -50,12 +57,18 @@ class BufferWatch:
         if not layer.has_buffers:
             yield
             return
+        mode = (index, layer.module.training)
+        silent = self._habits.silent_writes(mode)
+        held = contents(layer.buffers()) if silent is None else {}
         before = self._signatures.get(index) or _signature(layer)
         yield
         now = self._signatures[index] = _signature(layer)
-        self._note(index, chain, changed=not _same(before, now))
+        if silent is None:
+            silent = written_since(held, layer.buffers())
+            self._habits.watched(mode, silent)
+        self._note(index, chain, _differing(before, now) | silent)
 
-    def _note(self, index: int, chain: Chain, changed: bool) -> None:
+    def _note(self, index: int, chain: Chain, changed: set[BufferName]) -> None:
         """After a layer's forward: remember what its buffers held, if it ever changed any."""
         history = self._call.histories.get(index)
         layer = self._weights.layers[index]
@@ -64,6 +77,7 @@ class BufferWatch:
                 return
             history = self._begin_history(index, chain, layer)
         if changed:
+            history.changed |= changed
             history.latest = self._snapshot(layer.buffers())
         history.before[chain.index + 1] = history.latest
 
@@ -77,20 +91,63 @@ class BufferWatch:
         return history
 
     def _snapshot(self, buffers: dict[BufferName, torch.Tensor]) -> dict[BufferName, Value]:
-        snapshot = {}
-        for key, tensor in buffers.items():
-            value = Value()
-            value.bring_home(self._device, tensor.detach().clone(), self._task.label)
-            snapshot[key] = value
-        return snapshot
+        values: dict[int, Value] = {}  # modules of the layer may share a buffer
+        for tensor in buffers.values():
+            if id(tensor) not in values:
+                value = values[id(tensor)] = Value()
+                value.bring_home(self._device, tensor.detach().clone(), self._task.label)
+        return {key: values[id(tensor)] for key, tensor in buffers.items()}
 
     def rewind(self, index: int, chain: Chain) -> None:
         """Before a recompute: the buffers as the first forward of this microbatch found them."""
         history = self._call.histories.get(index)
         if history is not None:
             before = history.before[chain.index]
-            tensors = {key: self._fetch(value) for key, value in before.items()}
-            self._weights.layers[index].set_buffers(tensors)
+            tensors = {id(value): self._fetch(value) for value in set(before.values())}
+            self._weights.layers[index].set_buffers(
+                {key: tensors[id(value)] for key, value in before.items()}
+            )
+
+
+def commit_buffers(call: Call, layers: Sequence[LayerRecord]) -> None:
+    """Write what the layers' forwards made of their buffers into the user's model.
+
+    Raises:
+        StateError: a buffer that changed is held by several layers, so that some of them computed
+            with another value than in a plain loop.
+    """
+    changed = {index: history for index, history in call.histories.items() if history.changed}
+    if not changed:
+        return
+    holders: dict[int, set[int]] = {}
+    for layer in layers:
+        for buffer in layer.module.buffers():
+            holders.setdefault(id(buffer), set()).add(layer.index)
+    writes: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+    for index, history in changed.items():
+        modules = dict(layers[index].module.named_modules())
+        for path, name in sorted(history.changed):
+            owner, value = modules[path], history.latest.get((path, name))
+            sharing = holders.get(id(owner._buffers.get(name)), {index})
+            if len(sharing) > 1:
+                numbers = " and ".join(str(number) for number in sorted(sharing))
+                raise StateError(
+                    f"buffer {name!r} of {type(owner).__name__} is shared by layers {numbers}, and "
+                    f"layer {index} changes it, which the others would not see; give each layer "
+                    "its own"
+                )
+            writes.append((owner, name, None if value is None else value.home()))
+    for owner, name, new in writes:
+        _write_buffer(owner, name, new)
+
+
+@torch.no_grad()
+def _write_buffer(owner: nn.Module, name: str, new: torch.Tensor | None) -> None:
+    old = owner._buffers.get(name)
+    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        owner._buffers[name] = new
+    else:
+        old.copy_(new)
 
 
 def _signature(layer: LayerOnDevice) -> BufferSignature:
@@ -98,8 +155,10 @@ def _signature(layer: LayerOnDevice) -> BufferSignature:
     return {key: (tensor, version_of(tensor)) for key, tensor in layer.buffers().items()}
 
 
-def _same(one: BufferSignature, other: BufferSignature) -> bool:
-    return one.keys() == other.keys() and all(
-        tensor is other[key][0] and version == other[key][1]
-        for key, (tensor, version) in one.items()
-    )
+def _differing(one: BufferSignature, other: BufferSignature) -> set[BufferName]:
+    names = one.keys() ^ other.keys()
+    for key in one.keys() & other.keys():
+        (before, version), (after, now) = one[key], other[key]
+        if before is not after or version != now:
+            names.add(key)
+    return names

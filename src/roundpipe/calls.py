@@ -71,10 +71,12 @@ class BufferHistory:
     Attributes:
         before: for each microbatch, the buffers its forward began with.
         latest: the buffers now.
+        changed: names of those that a forward wrote or rebound.
     """
 
     before: dict[int, dict[BufferName, Value]] = field(default_factory=dict)
     latest: dict[BufferName, Value] = field(default_factory=dict)
+    changed: set[BufferName] = field(default_factory=set)
 
 
 @dataclass

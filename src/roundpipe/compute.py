@@ -22,6 +22,7 @@ from .calls import Call, Chain, Phase, StageTask
 from .costs import RunNotes
 from .devices.base import Device
 from .errors import InvalidTypeError, InvalidValueError, StateError
+from .habits import LayerHabits
 from .microbatch.tree import flatten, unflatten
 from .random_state import LayerRandomness, layer_seed
 from .stage_state import Place, State, StateGate
@@ -43,6 +44,7 @@ class StageCompute:
         keep: Callable[[Value], None],
         check: Callable[[], None],
         notes: RunNotes,
+        habits: LayerHabits,
     ) -> None:
         self._call = call
         self._task = task
@@ -53,7 +55,7 @@ class StageCompute:
         self._check = check  # raises if the run is over: between layers is where it can end
         self._notes = notes
         self._gate = StateGate(task, device, weights, place, keep)
-        self._buffers = BufferWatch(call, task, device, weights, self._gate.fetch)
+        self._buffers = BufferWatch(call, task, device, weights, self._gate.fetch, habits)
 
     def run(self, chain: Chain) -> None:
         """Everything the task does with one microbatch."""

@@ -24,6 +24,7 @@ from .costs import CostMeter, RunNotes
 from .devices import DevicePool
 from .devices.base import Device, Event
 from .errors import Cancelled, Where, add_note, add_where
+from .habits import LayerHabits
 from .parameters import ParameterStore
 from .plan import ModelExecutePlan
 from .random_state import LayerRandomness
@@ -52,6 +53,7 @@ class Engine:
         log: where spans go.
         accumulate_dtype: dtype in which gradients accumulate on a device.
         meter: where measured costs go.
+        habits: what was learned of the layers by watching them.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Engine:
     log: EventLog
     accumulate_dtype: torch.dtype | None
     meter: CostMeter = field(default_factory=CostMeter)
+    habits: LayerHabits = field(default_factory=LayerHabits)
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,7 @@ class _DeviceRun:
             call, task, self._device, weights, run.engine.randomness, self._place,
             keep=lambda value: run.keep(value, self._device), check=run.scope.check,
             notes=self._notes,
+            habits=run.engine.habits,
         )  # fmt: skip
         self._notes.stage(task.phase.value, task.position, task.layers)
         who = f"{self._device.name}, stage {task.label}"

@@ -17,6 +17,7 @@ from torch import nn
 
 from .arrivals import Entry
 from .autograd import Bridge
+from .buffer_watch import commit_buffers
 from .calls import Call, Chain, LossFunction
 from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -41,7 +42,6 @@ from .pinning import pin_parameters
 from .plan import LayerCosts, Machine, ModelExecutePlan
 from .random_state import LayerRandomness, draw_call_seed
 from .results import (
-    commit_buffers,
     give_input_gradients,
     merged,
     outputs_of,

@@ -6,18 +6,16 @@ outputs merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from .autograd import Bridge, RunBackward
 from .calls import Call, Chain
-from .errors import InvalidValueError, StateError
+from .errors import InvalidValueError
 from .microbatch import merge_outputs
 from .microbatch.tree import flatten, unflatten
-from .parameters import LayerRecord
 from .transfer import Border, Value
 
 
@@ -32,35 +30,6 @@ def homecoming(call: Call, num_layers: int) -> Iterator[tuple[Value, int | None]
             # Backward with retain_graph=True finds outputs that the user was given already.
             values += (value for value in border.values() if value.has_host)
         yield from ((value, chain.index) for value in values)
-
-
-def commit_buffers(call: Call, layers: Sequence[LayerRecord]) -> None:
-    """Write what the layers' forwards made of their buffers into the user's model.
-
-    Raises:
-        StateError: two layers share a buffer and both changed it.
-    """
-    changes: dict[int, tuple[int, nn.Module, str, torch.Tensor]] = {}
-    for index, history in call.histories.items():
-        modules = dict(layers[index].module.named_modules())
-        for (path, name), value in history.latest.items():
-            owner = modules[path]
-            buffer = owner._buffers[name]
-            if buffer is None:
-                continue
-            known = changes.setdefault(id(buffer), (index, owner, name, value.home()))
-            if known[0] != index:
-                raise StateError(
-                    f"buffer {name!r} of {type(owner).__name__} is shared by layers {known[0]} "
-                    f"and {index}, which both change it; give each layer its own"
-                )
-    with torch.no_grad():
-        for _, owner, name, new in changes.values():
-            buffer = owner._buffers[name]
-            if buffer is not None and (buffer.shape, buffer.dtype) == (new.shape, new.dtype):
-                buffer.copy_(new)
-            else:
-                owner._buffers[name] = new
 
 
 def outputs_of(call: Call, num_layers: int, run_backward: RunBackward) -> list[Any]:

@@ -25,17 +25,25 @@ class _Cut(torch.autograd.Function):
 
     In a plain loop a layer's input is another layer's output, which in-place operations may change.
     A leaf that requires grad refuses them; the outputs of this function do not.
+
+    The gradients that arrive are put into ``sink``, by position. Accumulated in the leaves they
+    would get the leaves' strides, and operators that sum in another order for other strides would
+    differ from a plain loop in the last bit.
     """
 
     @staticmethod
-    def forward(ctx: Any, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, sink: list[torch.Tensor | None], *leaves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.sink = sink
         # `.data` shares the memory but neither version counter nor view relation with the leaf.
         return tuple(leaf.data for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return grads
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.sink[:] = grads
+        return (None,) * (len(grads) + 1)
 
 
 @dataclass
@@ -82,13 +90,15 @@ class State:
     Attributes:
         tree: the argument, or for layer 0 ``(args, kwargs)``.
         given: the tensors in it, by identity.
-        leaves: leaves below the tensors that receive gradients, with their values.
+        wanting: values of the tensors that receive gradients.
+        gradients: the gradients, once backward is through.
         made: outputs of the layer that became values already.
     """
 
     tree: Any
     given: dict[int, Given] = field(default_factory=dict)
-    leaves: list[tuple[torch.Tensor, Value]] = field(default_factory=list)
+    wanting: list[Value] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
     made: dict[int, tuple[torch.Tensor, Value]] = field(default_factory=dict)
 
     def origin(self, tensor: torch.Tensor) -> Given | None:
@@ -139,18 +149,20 @@ class StateGate:
         tensors = dict(raw)
         state = State(None)
         if torch.is_grad_enabled():
-            for value in border.values():
-                if value.requires_grad:
-                    state.leaves.append((raw[id(value)].detach().requires_grad_(), value))
-            if state.leaves:
-                cut = _Cut.apply(*(leaf for leaf, _ in state.leaves))
-                for (_, value), tensor in zip(state.leaves, cut, strict=True):
-                    tensors[id(value)] = tensor
+            state.wanting = [value for value in border.values() if value.requires_grad]
+            if state.wanting:
+                leaves = [raw[id(value)].detach().requires_grad_() for value in state.wanting]
+                cut = _Cut.apply(state.gradients, *leaves)
+                tensors.update(
+                    (id(v), tensor) for v, tensor in zip(state.wanting, cut, strict=True)
+                )
         for value in border.values():
             tensor = tensors[id(value)]
             state.given[id(tensor)] = Given(tensor, raw[id(value)], value, version_of(tensor))
-        leaves = [tensors[id(leaf)] if isinstance(leaf, Value) else leaf for leaf in border.leaves]
-        state.tree = unflatten(border.structure, leaves)
+        state.tree = unflatten(
+            border.structure,
+            [tensors[id(leaf)] if isinstance(leaf, Value) else leaf for leaf in border.leaves],
+        )
         return state
 
     def cut(self, output: Any, before: State) -> State:
@@ -167,7 +179,7 @@ class StateGate:
                 elif id(leaf) not in fresh:
                     raw = tensor = leaf.detach()
                     if leaf.requires_grad:
-                        (tensor,) = _Cut.apply(raw.detach().requires_grad_())
+                        (tensor,) = _Cut.apply([], raw.detach().requires_grad_())
                     fresh[id(leaf)] = tensor
                     # Keeps its value if it was saved just now: handed on unchanged by the layers
                     # that follow, it is not sent again.

@@ -44,6 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("stepping",),
     ("calls",),
     ("stage_state",),
+    ("habits",),
     ("buffer_watch",),
     ("compute",),
     ("dispatch",),

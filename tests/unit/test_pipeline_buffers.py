@@ -53,7 +53,7 @@ def test_a_buffer_shared_by_two_layers_that_both_change_it_is_refused() -> None:
     with RoundPipe(nn.Sequential(first, second), devices="cpu:2") as pipe:
         with pytest.raises(
             RuntimeError,
-            match=r"buffer 'running_mean' of BatchNorm1d is shared by layers 0 and 1, which both "
-            r"change it; give each layer its own",
+            match=r"buffer 'running_mean' of BatchNorm1d is shared by layers 0 and 1, and layer 0 "
+            r"changes it, which the others would not see; give each layer its own",
         ):
             pipe.forward_backward((torch.randn(8, 2),), loss_fn=lambda out, _: out.sum())
