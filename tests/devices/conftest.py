@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,13 +12,9 @@ from support.backends import Accelerator, Backend, CheckedCpu, FastCpu
 
 
 def _accelerator() -> Backend:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
+    if not torch.accelerator.is_available():
         pytest.skip("no accelerator is visible")
-    # The fake accelerator is global to a process and final: a process of its own loads it before
-    # it collects these tests; here it is only noticed.
-    fake = sys.modules.get("support.fakeacc") if kind.type == "fakeacc" else None
-    return Accelerator(None if fake is None else fake.hold)
+    return Accelerator()
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

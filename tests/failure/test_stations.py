@@ -20,6 +20,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import DevicePool
 from support.faults import (
     CONFIG,
+    KINDS,
     MICROBATCHES,
     InjectedError,
     Switch,
@@ -68,11 +69,14 @@ STATIONS = {
 
 CASES = pytest.mark.parametrize(
     ("pool", "microbatch"),
-    # The checked devices are slow, and what they add does not depend on the microbatch.
-    [*(("plain", microbatch) for microbatch in MICROBATCHES), ("checked", MICROBATCHES[1])],
+    # Other devices are slow, and what they add does not depend on the microbatch.
+    [
+        *(("plain", microbatch) for microbatch in MICROBATCHES),
+        *((kind, MICROBATCHES[1]) for kind in KINDS if kind != "plain"),
+    ],
     indirect=["pool"],
 )
-KINDS = pytest.mark.parametrize("pool", ["plain", "checked"], indirect=True)
+EACH_KIND = pytest.mark.parametrize("pool", KINDS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +102,14 @@ def state_of(pipe: RoundPipe) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in pipe.model.state_dict().items()}
 
 
-def assert_unharmed(pipe: RoundPipe, switch: Switch, before: dict[str, torch.Tensor]) -> None:
+def assert_unharmed(
+    pool: DevicePool, pipe: RoundPipe, switch: Switch, before: dict[str, torch.Tensor]
+) -> None:
     """Parameters and buffers are as before, and the next call equals a fresh model's."""
     after = state_of(pipe)
     assert all(torch.equal(after[key], before[key]) for key in before)
-    want = fresh_result(pipe)
+    kind = pool.devices[0].torch_device.type
+    want = fresh_result(pipe, "plain" if kind == "cpu" else "accelerator")
     switch.disarm()
     switch.visits.clear()
     assert_equal(train_once(pipe, switch), want)
@@ -124,14 +131,14 @@ def test_a_fault_inside_a_stage_comes_home(name: str, microbatch: int, pool: Dev
         assert caught.value is error
         assert notes_of(error) == [
             f"roundpipe: model net, {station.where}, microbatch {microbatch}, "
-            f"phase {phase}, device cpu:{device}",
+            f"phase {phase}, device {pool.devices[device].name}",
             f"roundpipe: model net; {DROPPED}",
         ]
         assert set(threading.enumerate()) == threads
-        assert_unharmed(pipe, switch, before)
+        assert_unharmed(pool, pipe, switch, before)
 
 
-@KINDS
+@EACH_KIND
 def test_without_anything_accumulated_the_note_speaks_of_no_loss(pool: DevicePool) -> None:
     switch = Switch()
     with RoundPipe(build(switch), model_run_config=CONFIG, devices=pool, name="net") as pipe:
@@ -192,7 +199,7 @@ def test_a_fault_in_a_users_split_or_merge_comes_home(
         assert caught.value is error
         assert ", ".join(notes_of(error)).startswith(f"roundpipe: model net, phase {place}")
         assert DROPPED in notes_of(error)[-1]
-        assert_unharmed(pipe, switch, before)
+        assert_unharmed(pool, pipe, switch, before)
 
 
 @CASES
@@ -225,12 +232,15 @@ def test_a_fault_comes_home_through_the_users_own_backward(
         assert caught.value is error
         place, cost = notes_of(error)
         assert place.startswith(f"roundpipe: model net, {layer}, stage ")
-        assert f"microbatch {microbatch}, phase {phase}, device cpu:" in place
+        assert (
+            f"microbatch {microbatch}, phase {phase}, device {pool.devices[0].torch_device.type}:"
+            in place
+        )
         assert DROPPED in cost
-        assert_unharmed(pipe, switch, before)
+        assert_unharmed(pool, pipe, switch, before)
 
 
-@KINDS
+@EACH_KIND
 def test_a_fault_in_an_evaluation_costs_nothing(pool: DevicePool) -> None:
     switch = Switch()
     with trained_pipe(pool, switch) as pipe:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,8 +16,6 @@ from roundpipe.devices.accelerator import AcceleratorDevice
 from roundpipe.devices.base import Device, Stream
 
 T = TypeVar("T")
-
-HoldTorchStream = Callable[[torch.Stream], AbstractContextManager[None]]
 
 
 class Backend:
@@ -70,13 +69,21 @@ def _held(pool: CheckedPool, device: Device, stream: Stream) -> Iterator[None]:
 
 
 class Accelerator(Backend):
-    """The accelerators that are visible; several logical devices on the last if there are few."""
+    """The accelerators that are visible; several logical devices on the last if there are few.
+
+    Attributes:
+        is_fake: whether it is the fake accelerator, which can do what the tests want of it.
+    """
 
     name = "accelerator"
     is_async = True
 
-    def __init__(self, hold: HoldTorchStream | None = None) -> None:
-        self._hold = hold
+    def __init__(self) -> None:
+        # The fake accelerator is global to a process and final: a process of its own loads it
+        # before it collects tests; here it is only noticed.
+        kind = torch.accelerator.current_accelerator()
+        self.is_fake = kind is not None and kind.type == "fakeacc"
+        self._fake: Any = sys.modules["support.fakeacc"] if self.is_fake else None
 
     def open(self, count: int) -> DevicePool:
         kind = torch.accelerator.current_accelerator()
@@ -85,10 +92,23 @@ class Accelerator(Backend):
         return open_pool([torch.device(kind.type, min(i, last)) for i in range(count)])
 
     def hold(self, device: Device, stream: Stream) -> AbstractContextManager[None] | None:
-        if self._hold is None:
+        if self._fake is None:
             return None
         assert isinstance(device, AcceleratorDevice)
-        return self._hold(device.torch_stream(stream))
+        held: AbstractContextManager[None] = self._fake.hold(device.torch_stream(stream))
+        return held
+
+    def late(self, seed: int | None) -> AbstractContextManager[None]:
+        """Within it kernels and copies take longer, at random; nothing where that cannot be had."""
+        if self._fake is None or seed is None:
+            return contextlib.nullcontext()
+        late: AbstractContextManager[None] = self._fake.latency(jitter_ms=0.3, seed=seed)
+        return late
+
+
+def with_accelerator(*cpu_kinds: T, accelerator: T) -> list[T]:
+    """Parameters of a test: the CPU kinds, and the accelerator's where one is visible."""
+    return [*cpu_kinds, *([accelerator] if torch.accelerator.is_available() else [])]
 
 
 def run_on(pool: DevicePool, index: int, function: Callable[[], T]) -> Future[T]:

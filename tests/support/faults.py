@@ -16,6 +16,8 @@ from torch import nn
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import CheckedPool, CpuChecks, DevicePool, open_cpu_pool
 
+from .backends import Accelerator, with_accelerator
+
 ROWS = 10
 NUM_MICROBATCH = 5
 MICROBATCHES = (0, 2, 4)
@@ -129,6 +131,9 @@ def loss_of(switch: Switch) -> Callable[[Any, torch.Tensor], torch.Tensor]:
 
 CONFIG = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, execute_plan=PLAN)
 
+KINDS = with_accelerator("plain", "checked", accelerator="accelerator")
+"""What `open_kind` opens here."""
+
 
 @dataclass
 class Result:
@@ -161,11 +166,14 @@ def assert_equal(got: Result, want: Result) -> None:
         assert torch.equal(mine, theirs)
 
 
-def fresh_result(pipe: RoundPipe) -> Result:
-    """What a model with the same weights gives that never saw a fault."""
+def fresh_result(pipe: RoundPipe, kind: str = "plain") -> Result:
+    """What a model with the same weights gives that never saw a fault, on fresh devices."""
     model = copy.deepcopy(pipe.model)
     switch = Switch()
-    with RoundPipe(model, model_run_config=CONFIG, devices="cpu:2", name="fresh") as fresh:
+    with (
+        open_kind(kind) as pool,
+        RoundPipe(model, model_run_config=CONFIG, devices=pool, name="fresh") as fresh,
+    ):
         fresh.zero_grad()
         return train_once(fresh, switch)
 
@@ -181,10 +189,13 @@ def watched_pool(count: int = 2, checks: CpuChecks | None = None) -> Iterator[Ch
 
 @contextlib.contextmanager
 def open_kind(kind: str, count: int = 2) -> Iterator[DevicePool]:
-    """``"plain"`` or ``"checked"`` CPU devices."""
+    """``"plain"`` or ``"checked"`` CPU devices, or ``"accelerator"``."""
     if kind == "checked":
         with watched_pool(count) as pool:
             yield pool
+    elif kind == "accelerator":
+        with Accelerator().open(count) as accelerators:
+            yield accelerators
     else:
         with open_cpu_pool(count) as plain:
             yield plain

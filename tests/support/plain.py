@@ -24,6 +24,12 @@ class Piece:
     kwargs: dict[str, Any]
     label: Any
 
+    def to(self, device: torch.device | None) -> Piece:
+        if device is None:
+            return self
+        there = _moved((self.args, self.kwargs, self.label), lambda t: t.to(device))
+        return Piece(*there)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,11 +49,11 @@ class Batch:
 
 
 def _cut(tree: Any, index: int, count: int) -> Any:
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: t.tensor_split(count)[index] if t.dim() and t.shape[0] > 1 else t,
-        tree,
-    )
+    return _moved(tree, lambda t: t.tensor_split(count)[index] if t.dim() and t.shape[0] > 1 else t)
+
+
+def _moved(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, function, tree)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,11 @@ def intraop_threads(count: int) -> Iterator[None]:
 
 
 def clones(named: Any) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+    return {name: _of_host(p.grad) for name, p in named}
+
+
+def _of_host(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.detach().to("cpu", copy=True)
 
 
 def watched_input(batch: Batch) -> torch.Tensor | None:
@@ -96,20 +106,30 @@ def watched_input(batch: Batch) -> torch.Tensor | None:
 
 
 def train_plain(
-    subject: Subject, num_microbatch: int, is_async: bool, steps: int, threads: int = 1
+    subject: Subject,
+    num_microbatch: int,
+    is_async: bool,
+    steps: int,
+    threads: int = 1,
+    device: torch.device | None = None,
 ) -> Record:
-    """Gradient accumulation over microbatches; calls compute with θ_max(t-1,0) or θ_t."""
+    """Gradient accumulation over microbatches; calls compute with θ_max(t-1,0) or θ_t.
+
+    On an accelerator the model and the microbatches are there, the optimizer on the host; what the
+    loop shows is on the host.
+    """
     record = Record()
     with intraop_threads(threads):
         model = subject.build()
         masters = copy.deepcopy(model)
+        model.to(device)
         optimizer = make_optimizer(p for p in masters.parameters() if p.requires_grad)
         versions = [_values(masters)]
         for t in range(steps):
             _load(model, versions[max(t - 1, 0) if is_async else t])
             batch = subject.batch(t)
             watched = watched_input(batch)
-            pieces = batch.pieces(num_microbatch)
+            pieces = [piece.to(device) for piece in batch.pieces(num_microbatch)]
             outputs, losses = zip(
                 *(_microbatch(model, p, subject.loss) for p in pieces), strict=True
             )
@@ -121,12 +141,13 @@ def train_plain(
             record.gradients.append(clones(model.named_parameters()))
             record.input_gradients.append(None if watched is None else watched.grad)
             for parameter, master in zip(model.parameters(), masters.parameters(), strict=True):
-                master.grad, parameter.grad = parameter.grad, None
+                master.grad = None if parameter.grad is None else parameter.grad.to("cpu")
+                parameter.grad = None
             optimizer.step()
             optimizer.zero_grad()
             versions.append(_values(masters))
         _load(model, versions[-1])
-        record.state = {k: v.clone() for k, v in model.state_dict().items()}
+        record.state = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
     return record
 
 
@@ -137,8 +158,7 @@ def _microbatch(model: nn.Sequential, piece: Piece, loss_fn: LossFunction) -> tu
         output = layer(output)
     loss = loss_fn(output, piece.label)
     loss.backward()
-    detached = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
-    return detached, loss.detach()
+    return _moved(output, lambda t: t.detach().to("cpu", copy=True)), loss.detach().to("cpu")
 
 
 def _values(model: nn.Module) -> list[torch.Tensor]:

@@ -1,4 +1,7 @@
-"""Whatever the plan, the devices and the microbatches: the numbers are a plain loop's, bitwise."""
+"""Whatever the plan, the devices and the microbatches: the numbers are a plain loop's, bitwise.
+
+The plain loop runs on a device of the same kind. A real accelerator is held to a tolerance.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,42 @@ import torch
 
 from roundpipe import RoundPipeRunConfig
 from roundpipe.devices import CpuChecks, DevicePool, open_cpu_pool
-from roundpipe.devices.cpu import CpuDevice
-from support.plain import Subject, assert_same, plans, train_plain, train_roundpipe
+from support.backends import with_accelerator
+from support.matrix import GRAINS, STEPS, assert_equal, opened, plain_on
+from support.plain import Subject, plans, train_roundpipe
 from support.subjects import DROPOUT, SUBJECTS
 
-STEPS = 3
 MICROBATCHES = (1, 2, 5, 6)
-GRAINS = ("stage", "layer")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+# On a fake accelerator all of it takes many minutes; test_matrix_accelerator.py has a part.
+POOLS = [
+    *(pytest.param(("cpu", count), id=f"cpu-{count}") for count in (1, 2, 3, 5)),
+    *(
+        pytest.param((kind, count), id=f"{kind}-{count}", marks=pytest.mark.slow)
+        for kind in with_accelerator(accelerator="accelerator")
+        for count in (1, 2, 4)
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=POOLS)
 def pool(request: pytest.FixtureRequest) -> Iterator[DevicePool]:
-    with open_cpu_pool(request.param) as opened:
-        yield opened
-
-
-def threads_of(pool: DevicePool) -> int:
-    device = pool.devices[0]
-    assert isinstance(device, CpuDevice)
-    return device.intraop_threads
+    with opened(*request.param) as pool:
+        yield pool
 
 
 def check_plans(
     subject: Subject, pool: DevicePool, num_microbatch: int, is_async: bool, grains: Sequence[str]
 ) -> None:
     """Every plan, the grains taking turns."""
-    want = train_plain(subject, num_microbatch, is_async, STEPS, threads_of(pool))
+    want = plain_on(pool, subject, num_microbatch, is_async)
     for plan, grain in zip(plans(len(subject.build())).values(), itertools.cycle(grains)):
         config = RoundPipeRunConfig(
             num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
         )
         got = train_roundpipe(subject, pool, config, is_async, STEPS)
-        assert_same(got, want, subject.tolerance)
+        assert_equal(pool, got, want, subject.tolerance)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -71,7 +78,8 @@ def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
     pool: DevicePool, num_microbatch: int
 ) -> None:
     torch.manual_seed(7)
-    with open_cpu_pool(1) as single:
+    kind = "cpu" if pool.devices[0].torch_device.type == "cpu" else "accelerator"
+    with opened(kind, 1) as single:
         config = RoundPipeRunConfig(num_microbatch=num_microbatch)
         want = train_roundpipe(DROPOUT, single, config, True, STEPS)
     assert not torch.equal(want.losses[0], want.losses[1])
@@ -80,7 +88,7 @@ def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
         config = RoundPipeRunConfig(
             num_microbatch=num_microbatch, execute_plan=plan, recompute_grain=grain
         )
-        assert_same(train_roundpipe(DROPOUT, pool, config, True, STEPS), want)
+        assert_equal(pool, train_roundpipe(DROPOUT, pool, config, True, STEPS), want)
 
 
 @pytest.mark.parametrize("seed", [None, 0], ids=lambda seed: f"delays {seed}")
@@ -94,10 +102,9 @@ def test_late_copies_and_poisoned_memory_change_nothing(
     # Each case takes another plan; over all cases every plan meets every subject.
     plan = list(plans(5).values())[(count + (seed or 0)) % 5]
     with open_cpu_pool(count, checks) as pool:
-        want = train_plain(subject, 3, True, STEPS, threads_of(pool))
+        want = plain_on(pool, subject, 3, True)
         for grain in GRAINS:
             config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain=grain)
-            assert_same(
-                train_roundpipe(subject, pool, config, True, STEPS), want, subject.tolerance
-            )
+            got = train_roundpipe(subject, pool, config, True, STEPS)
+            assert_equal(pool, got, want, subject.tolerance)
         assert pool.reports() == []
