@@ -22,7 +22,7 @@ from .calls import Call, Chain, LossFunction
 from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from .context import CallerContext
-from .costs import estimated_costs, machine_of, plan_from_sizes
+from .costs import PlanBook
 from .devices import DevicePool, open_pool
 from .dispatch import Engine, Run, backward_stages, forward_stages, schedule
 from .errors import (
@@ -33,13 +33,12 @@ from .errors import (
     Where,
     add_where,
 )
-from .facade import WrappedModel
 from .in_flight import DROPPED, Airborne, InFlightCall, PackedOutputs, fed_by
 from .layerwise import optimizer_step
+from .measuring import MeasuredModel
 from .microbatch import Batch, packed_count, packed_leaves, split_batch
 from .parameters import ParameterStore
 from .pinning import pin_parameters
-from .plan import LayerCosts, Machine, ModelExecutePlan
 from .random_state import LayerRandomness, draw_call_seed
 from .results import (
     give_input_gradients,
@@ -59,7 +58,7 @@ def _identity_loss(outputs: Any, _label: Any) -> Any:
     return outputs
 
 
-class RoundPipe(WrappedModel):
+class RoundPipe(MeasuredModel):
     """Trains ``model`` through a pool of devices, its weights staying in host memory.
 
     The model stays the user's: it is not rebuilt, and after :meth:`synchronize` it holds the
@@ -124,20 +123,22 @@ class RoundPipe(WrappedModel):
             raise
         names = {id(p): key for key, p in model.named_parameters()}
         store = ParameterStore(layers, names, optim_dtype)
-        engine = Engine(name, pool, store, LayerRandomness(), EventLog(), accumulate_dtype)
-        stepper = Stepper(store, name)
-        super().__init__(model, name, store)
+        shared = [frozenset(record.layers) for record in store.records()]
+        book = PlanBook(layers, pool.devices, name, shared)
+        log = EventLog()
+        engine = Engine(
+            name, pool, store, LayerRandomness(), log, accumulate_dtype, meter=book.meter
+        )
+        stepper = Stepper(store, name, log)
+        super().__init__(model, engine, stepper, book)
         airborne = Airborne()
         self.__dict__.update(
             _airborne=airborne,
             model_run_config=model_run_config,
-            _engine=engine,
-            _stepper=stepper,
             _options={"optim_dtype": optim_dtype, "pin_model": pin_model, "devices": devices,
                       "accumulate_dtype": accumulate_dtype},
             _busy=threading.Lock(),
             _calls=0,
-            _plans={},
             _close=weakref.finalize(self, _close_parts, airborne, stepper, owned),
         )  # fmt: skip
 
@@ -284,7 +285,7 @@ class RoundPipe(WrappedModel):
 
     def _new_call(self, run_type: str, config: ResolvedRunConfig, batch: Batch) -> Call:
         engine = self._engine
-        plan = config.execute_plan or self._default_plan(run_type, len(batch.microbatches))
+        plan = config.execute_plan or self._book.plan(run_type, len(batch.microbatches))
         plan.check_valid(len(engine.store.layers), run_type)
         keep_grad = run_type != "infer"
         chains = []
@@ -311,24 +312,6 @@ class RoundPipe(WrappedModel):
         call.saved = self._saved_borders(call)
         self.__dict__["_calls"] += 1
         return call
-
-    def _default_plan(self, run_type: str, num_microbatch: int) -> ModelExecutePlan:
-        key = (run_type, num_microbatch)
-        plan: ModelExecutePlan | None = self._plans.get(key)
-        if plan is None:
-            layers = [layer.module for layer in self._engine.store.layers]
-            devices = self._engine.pool.devices
-            plan = self._plans[key] = plan_from_sizes(run_type, layers, devices, num_microbatch)
-        return plan
-
-    def plan_costs(self) -> LayerCosts:
-        """What the layers cost, for :meth:`ModelExecutePlan.auto`: estimated from their sizes."""
-        layers = [layer.module for layer in self._engine.store.layers]
-        return estimated_costs(layers, self.name)
-
-    def plan_machine(self) -> Machine:
-        """The devices, for :meth:`ModelExecutePlan.auto`."""
-        return machine_of(self._engine.pool.devices)
 
     def _first_trainable(self, call: Call) -> int:
         """The first layer behind which gradients are wanted."""
@@ -482,12 +465,6 @@ class RoundPipe(WrappedModel):
                 self._stepper.publish_latest()
             finally:
                 self._engine.store.expose_gradients()
-
-    @property
-    def event_log(self) -> EventLog:
-        """The latest spans of this model's calls, for pictures and benchmarks."""
-        log: EventLog = self._engine.log
-        return log
 
     def train(self: Self, mode: bool = True) -> Self:
         """Training mode for all layers."""

@@ -21,8 +21,10 @@ from typing import Any, Protocol
 
 from .errors import Where, add_where
 from .parameters import ParameterStore, Submission
-from .trace import logger
+from .trace import EventLog, Span, clock_ns, logger
 from .workers import Counter, Worker
+
+_LEAST_WAIT_NS = 20_000  # shorter waits are those of asking
 
 
 class StepContext(threading.local):
@@ -72,11 +74,13 @@ class StepsOfThread(threading.local):
 
     Attributes:
         submitted: how many it has submitted, of all models.
+        last_async: the number of the latest one that is asynchronous.
         in_flight: those that may not be over yet.
         running: what an optimizer thread is at; ``None`` on other threads.
     """
 
     submitted: int = 0
+    last_async: int = 0
     running: Ticket | None = None
 
     def __init__(self) -> None:
@@ -85,6 +89,8 @@ class StepsOfThread(threading.local):
     def submit(self, is_async: bool, done: Counter, jobs: int) -> Ticket:
         """Note one more."""
         self.submitted += 1
+        if is_async:
+            self.last_async = self.submitted
         ticket = Ticket(self.submitted, is_async, done, jobs)
         self.in_flight = [*(t for t in self.in_flight if not t.is_over), ticket]
         return ticket
@@ -159,9 +165,11 @@ class Stepper:
     Args:
         store: the parameter store.
         model_name: for notes on errors.
+        log: where steps, and waits for them, are noted.
     """
 
-    def __init__(self, store: ParameterStore, model_name: str) -> None:
+    def __init__(self, store: ParameterStore, model_name: str, log: EventLog | None = None) -> None:
+        self._log = log
         self._store = store
         self._name = model_name
         self._worker: Worker | None = None
@@ -208,8 +216,19 @@ class Stepper:
         Raises:
             BaseException: what it raised; once, the same object.
         """
-        self._done.wait(self._submitted, f"the caller of {self._name}")
+        self.settle()
         self.raise_failure()
+
+    def settle(self) -> None:
+        """Wait for the step in flight, however it ends."""
+        begin_ns = clock_ns()
+        self._done.wait(self._submitted, f"the caller of {self._name}")
+        if clock_ns() - begin_ns >= _LEAST_WAIT_NS:
+            self._note("step_wait", self._store.submitted_version, begin_ns)
+
+    def _note(self, phase: str, version: int, begin_ns: int) -> None:
+        if self._log is not None:
+            self._log.add(Span(phase, self._name, -1, -1, -1, begin_ns, clock_ns(), version))
 
     def raise_failure(self) -> None:
         """Raise what the last step raised, if it is over and nobody was told yet."""
@@ -260,6 +279,7 @@ class Stepper:
 
     def _run(self, job: _Job) -> None:
         steps_of_thread.running = job.ticket
+        begin_ns = clock_ns()
         try:
             with masters_visible:
                 job.step.run(self._store, job.submission)
@@ -268,4 +288,8 @@ class Stepper:
             job.error = error
         finally:
             steps_of_thread.running = None
+            phase = "publish" if job.ticket is None else "step"
+            # What is only published was made by the step before.
+            made_by = job.submission.version - (phase == "publish")
+            self._note(phase, max(made_by, 0), begin_ns)
             self._done.advance()

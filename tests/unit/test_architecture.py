@@ -28,6 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "devices",
         "config",
         "costs",
+        "profile",
         "random_state",
         "context",
         "replicas",
@@ -49,7 +50,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compute",),
     ("dispatch",),
     ("autograd", "facade"),
-    ("results",),
+    ("results", "measuring"),
     ("pipeline",),
     # Who uses the engine; the engine knows nothing of them.
     ("optim",),

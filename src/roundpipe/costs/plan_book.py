@@ -170,6 +170,7 @@ class PlanBook:
         )
         limits = PlanLimits(
             stage_bytes=_stage_limit(self._devices),
+            min_stages=len(self._devices),
             max_replicas=1,
             microbatches_per_round=(num_microbatch,),
         )

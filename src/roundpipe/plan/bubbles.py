@@ -74,8 +74,9 @@ def account_of(
 
     Every idle moment of a device lies before some span of it, or after its last one. If that span
     goes on with a stage, the idle time is *steady*. Else, if the next stage began when a step
-    ended, the time from the end of the step's iteration to the end of the step is *step*; and while
-    the stage's weights were arriving, the time is *upload*. What remains is *switch* within an
+    ended, the time from the end of the step's iteration to the end of the step is *step*; and so is
+    what a measured timeline marks as waiting for a step, of the device or of the caller. While the
+    stage's weights were arriving, the time is *upload*. What remains is *switch* within an
     iteration. Between two iterations it is *drain* until all devices have finished the first one,
     and *fill* after that.
 
@@ -128,13 +129,21 @@ class _Judge:
         self._steps = timeline.of(HOST, "step")
         self._ends: dict[int, float] = {}
         self._uploads: dict[tuple[int, int, int, int], Span] = {}
+        self._waits = timeline.of(HOST, "step_wait")
+        self._waits += [
+            span for span in timeline.spans if span.kind == "step_wait" and span.device != HOST
+        ]
         for span in timeline.spans:
             if span.kind in COMPUTE:
                 self._ends[span.iteration] = max(
                     self._ends.get(span.iteration, span.end_ms), span.end_ms
                 )
             elif span.kind == "upload":
-                self._uploads[_at(span.device, span)] = span
+                # Measured uploads come in pieces: the first begins and the last one ends it.
+                place = _at(span.device, span)
+                first = self._uploads.get(place, span)
+                begin, end = min(first.begin_ms, span.begin_ms), max(first.end_ms, span.end_ms)
+                self._uploads[place] = span._replace(begin_ms=begin, end_ms=end)
 
     def add(self, device: int, gap: _Gap, amounts: dict[str, float]) -> None:
         """Book an idle time under its causes."""
@@ -146,11 +155,13 @@ class _Judge:
         step_begin, step_end = self._step(after, upload)
         upload_begin, upload_end = (0.0, 0.0) if upload is None else _times(upload)
         turn = self._turn(before, after)
-        edges = (step_begin, step_end, upload_begin, upload_end, turn)
+        waits = [_times(wait) for wait in self._waits_of(device, gap)]
+        waits.append((step_begin, step_end))
+        edges = (*(edge for wait in waits for edge in wait), upload_begin, upload_end, turn)
         cuts = sorted({gap.begin, gap.end, *(e for e in edges if gap.begin < e < gap.end)})
         for left, right in pairwise(cuts):
             middle = (left + right) / 2
-            if step_begin <= middle < step_end:
+            if any(begin <= middle < end for begin, end in waits):
                 cause = "step"
             elif upload_begin <= middle < upload_end:
                 cause = "upload"
@@ -160,13 +171,21 @@ class _Judge:
                 cause = "drain" if middle < turn else "fill"
             amounts[cause] += right - left
 
+    def _waits_of(self, device: int, gap: _Gap) -> list[Span]:
+        return [
+            wait
+            for wait in self._waits
+            if wait.device in (device, HOST) and wait.begin_ms < gap.end and wait.end_ms > gap.begin
+        ]
+
     def _step(self, after: Span | None, upload: Span | None) -> tuple[float, float]:
         """The time that a stage waited for a step; empty if it did not."""
         if after is not None:
             begin = after.begin_ms if upload is None else upload.begin_ms
             for step in reversed(self._steps):
                 if step.iteration < after.iteration and 0 <= begin - step.end_ms <= self._slack:
-                    return min(self._ends[step.iteration], step.begin_ms), step.end_ms
+                    end = self._ends.get(step.iteration, step.begin_ms)
+                    return min(end, step.begin_ms), step.end_ms
         return 0.0, 0.0
 
     def _turn(self, before: Span | None, after: Span | None) -> float:

@@ -121,14 +121,15 @@ class _SpanRecorder:
         kind = PHASES[record.step.phase]
         place = (record.device, self._iteration, self._call, record.position)
         free, early, add = record.begin_ms, record.early_ms, self.spans.append
+        layers = range(record.step.start, record.step.stop)
         early_kind = "recompute" if record.step.phase == BACKWARD else "forward"
         for index, end in zip(record.microbatches, record.ends_ms, strict=True):
             if early > 0:
                 begin = free
                 if record.saved_ms is not None and record.saved_ms[index] > begin:
                     begin = record.saved_ms[index]
-                add(Span(early_kind, *place, index, begin, begin + early))
-            add(Span(kind, *place, index, end - record.main_ms, end))
+                add(Span(early_kind, *place, index, begin, begin + early, layers))
+            add(Span(kind, *place, index, end - record.main_ms, end, layers))
             free = end
 
     def transfer(

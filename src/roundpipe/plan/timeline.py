@@ -9,7 +9,11 @@ from typing import NamedTuple
 COMPUTE = ("forward", "fused", "recompute", "backward")
 """Kinds of spans in which a device computes."""
 
-KINDS = (*COMPUTE, "upload", "download", "step")
+TRANSFERS = ("upload", "download")
+"""Kinds of spans in which weights or gradients move."""
+
+KINDS = (*COMPUTE, *TRANSFERS, "step", "step_wait")
+"""All kinds. Only measured timelines say explicitly that a device waited for a step."""
 
 HOST = -1
 """The device of optimizer steps."""
@@ -20,13 +24,15 @@ class Span(NamedTuple):
 
     Attributes:
         kind: one of :data:`KINDS`. A measured ``backward`` may contain the recompute.
-        device: index of the device, or :data:`HOST`.
+        device: index of the device, or :data:`HOST`; there, a ``step_wait`` is the caller's, during
+            which no device has work.
         iteration: counted from 0.
         call: counted through the iteration.
         stage: position of the stage in its call; -1 for steps.
         microbatch: index in its call; -1 for transfers and steps.
         begin_ms: start.
         end_ms: end.
+        layers: the stage; empty where that is not known.
     """
 
     kind: str
@@ -37,6 +43,7 @@ class Span(NamedTuple):
     microbatch: int
     begin_ms: float
     end_ms: float
+    layers: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def render_timeline(timeline: Timeline, width: int = 100) -> str:
     for device, name in enumerate(timeline.devices):
         row = _row(timeline.of(device, *COMPUTE), begin, slice_ms, width, _LETTERS)
         rows.append(f"{name:>{label}} |{row}|")
-    moving = [span for span in timeline.spans if span.kind in ("upload", "download")]
+    moving = [span for span in timeline.spans if span.kind in TRANSFERS]
     if moving:
         row = _row(moving, begin, slice_ms, width, {"upload": "u", "download": "d"})
         rows.append(f"{'transfers':>{label}} |{row}|")
