@@ -5,6 +5,7 @@ from roundpipe.errors import RoundPipeError
 from roundpipe.facade import OptimizerCtx
 from roundpipe.pipeline import RoundPipe
 from roundpipe.plan import ModelExecutePlan
+from roundpipe.wrapping import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
@@ -14,4 +15,5 @@ __all__ = [
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",
+    "wrap_model_to_roundpipe",
 ]

@@ -8,14 +8,14 @@ hooks on the original are seen, and nothing of the original is edited.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
+_STRUCTURE = ("_modules", "_parameters", "_buffers")
 
-@dataclass(frozen=True)
+
 class Graft:
     """A copy of a model with some parts replaced.
 
@@ -24,16 +24,33 @@ class Graft:
         copies: (copy, original) for each copied container.
     """
 
-    root: nn.Module
-    copies: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    def __init__(
+        self,
+        root: nn.Module,
+        copies: list[tuple[nn.Module, nn.Module]],
+        stands_for: Mapping[int, nn.Module],
+    ) -> None:
+        self.root = root
+        self.copies = copies
+        self._stands_for = stands_for  # by id of a module of the model
+        self._pulled: list[dict[str, Any]] = [{} for _ in copies]
 
-    def refresh_flags(self) -> None:
-        """Take over the training flags of the original's containers.
+    def pull(self) -> None:
+        """Take over what was set on the originals since: training flags, attributes, buffers."""
+        for index, (copy, original) in enumerate(self.copies):
+            for name, value in vars(original).items():
+                if name not in _STRUCTURE:
+                    copy.__dict__[name] = _translate(value, self._stands_for)
+            copy.__dict__["_buffers"] = dict(original._buffers)
+            self._pulled[index] = dict(vars(copy))
 
-        All other modules are the original's own objects.
-        """
-        for copy, original in self.copies:
-            copy.training = original.training
+    def push(self) -> None:
+        """Give the originals what the copies' code has set since :meth:`pull`."""
+        for (copy, original), pulled in zip(self.copies, self._pulled, strict=True):
+            for name, value in vars(copy).items():
+                if name not in _STRUCTURE and value is not pulled.get(name):
+                    original.__dict__[name] = value
+            original._buffers.update(copy._buffers)
 
 
 def graft(
@@ -58,7 +75,7 @@ def graft(
     ]
     for copy, original in copies:
         _adopt(copy, original, memo, keep_parameter)
-    return Graft(memo[id(model)], copies)
+    return Graft(memo[id(model)], copies, memo)
 
 
 def _copy_containers(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
