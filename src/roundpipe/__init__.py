@@ -3,6 +3,7 @@
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
 from roundpipe.facade import OptimizerCtx
+from roundpipe.grad_scaler import GradScaler
 from roundpipe.pipeline import RoundPipe
 from roundpipe.plan import ModelExecutePlan
 from roundpipe.wrapping import wrap_model_to_roundpipe
@@ -10,6 +11,7 @@ from roundpipe.wrapping import wrap_model_to_roundpipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradScaler",
     "ModelExecutePlan",
     "OptimizerCtx",
     "RoundPipe",

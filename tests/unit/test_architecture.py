@@ -40,6 +40,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("records",),
     ("parameters",),
     ("transfer",),
+    ("arrivals",),
     ("stage_weights",),
     ("layerwise",),
     ("stepping",),
@@ -51,6 +52,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("autograd", "facade"),
     ("results", "measuring"),
+    ("in_flight",),
     ("pipeline",),
     # Who uses the engine; the engine knows nothing of them.
     ("optim",),
