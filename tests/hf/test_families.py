@@ -13,14 +13,11 @@ from hf.engine_stand_in import (
     poisoned,
     run_as_engine,
     run_as_one_graph,
-    run_as_roundpipe,
     take_grads,
-    without_dropout,
 )
 from hf.families import FAMILIES, Family, build
-from roundpipe.devices.cpu import visible_cores
-from roundpipe.hf import CutModel, cut_model
-from support.plain import intraop_threads
+from hf.family_checks import TOLERANT, allowed_difference, engine_difference, prepare
+from roundpipe.hf import cut_model
 
 # Families that together need every part of the cut.
 QUICK = {
@@ -50,8 +47,6 @@ QUICK = {
 }
 REFUSED = {"reformer", "xlm"}
 WORKING = [name for name in FAMILIES if name not in REFUSED]
-# Sums of more than two gradients, in another order than the whole model adds them.
-TOLERANT = {"inkling2_loop_text", "inkling2_text"}
 
 quick = pytest.mark.parametrize("name", QUICK)
 every = pytest.mark.parametrize("name", WORKING)
@@ -97,31 +92,11 @@ def is_mixture(model: nn.Module) -> bool:
     return any(getattr(m, "_output_capturing_hooks_installed", False) for m in model.modules())
 
 
-def check_engine(family: Family, grain: str) -> None:
+def check_engine(family: Family, *grains: str) -> None:
     """Three microbatches on two devices against the whole model on the same microbatches."""
-    model = family.model.train()
-    without_dropout(model)
-    cut = cut_model(model, family.example())
-    batch = family.batch(6, 12)
-    loss = torch.zeros(())
-    # As many threads as each of the engine's two devices has: sums are formed in that order, and a
-    # last bit decides which expert a token goes to.
-    with intraop_threads(max(1, visible_cores() // 2)):
-        for part in range(3):
-            piece = {name: value.tensor_split(3)[part] for name, value in batch.items()}
-            output = model(**piece, use_cache=False)
-            output.loss.backward()
-            loss = loss + output.loss.detach()
-    grads = take_grads(model)
-    assert torch.equal(run_as_roundpipe(cut, batch, 3, grain), loss)
-    # Gradients of a parameter that two pieces have are added in another order.
-    tolerance = 1e-6 if shares_parameters(cut) or family.name in TOLERANT else 0.0
-    assert difference(take_grads(model), grads) <= tolerance
-
-
-def shares_parameters(cut: CutModel) -> bool:
-    owned = [id(p) for piece in cut.layers for p in piece.parameters()]
-    return len(owned) != len(set(owned))
+    cut, plain = prepare(family)
+    for grain in grains:
+        assert engine_difference(cut, plain, grain) <= allowed_difference(family.name, cut)
 
 
 @quick
@@ -143,12 +118,11 @@ def test_all_families_alone(name: str, train: bool) -> None:
 
 @pytest.mark.slow
 @every
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-def test_all_families_through_the_engine(name: str, grain: str) -> None:
-    check_engine(build(name), grain)
+def test_all_families_through_the_engine(name: str) -> None:
+    check_engine(build(name), "stage", "layer")
 
 
 def test_the_table_is_complete() -> None:
     assert len(WORKING) >= 190
-    assert set(QUICK) | TOLERANT <= set(WORKING)
+    assert set(QUICK) | set(TOLERANT) <= set(WORKING)
     assert set(FAMILIES) >= REFUSED

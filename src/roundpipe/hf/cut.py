@@ -13,9 +13,10 @@ from roundpipe.errors import InvalidTypeError, add_note
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis, analyse, candidate_lists
 from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
+from roundpipe.hf.batch_loss import LossRule, learn_loss
 from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output, refuse_collecting
 from roundpipe.hf.check import check_cut, check_output
-from roundpipe.hf.example import default_example, takes_use_cache
+from roundpipe.hf.example import default_example, takes_use_cache, text_config
 from roundpipe.hf.layer import LayerPiece
 from roundpipe.hf.learn import learn_tail
 from roundpipe.hf.prefix import PrefixPiece
@@ -37,11 +38,14 @@ class CutModel:
             model, the last returns its output, and each hands a pytree of tensors to the next.
         names: for each of ``layers``, what it is: ``prefix``, the layer's name in the model, or
             ``tail``.
+        loss_rule: what the model's own loss is made of, if that is known; see
+            :func:`roundpipe.hf.batch_loss.with_tail_options`.
     """
 
     model: nn.Module
     layers: nn.Sequential
     names: tuple[str, ...]
+    loss_rule: LossRule | None = None
 
     def refresh_flags(self) -> None:
         """Let all pieces see the original's training flags; to be called before each run."""
@@ -178,6 +182,7 @@ class _Cutter:
         self.blueprint = Blueprint(
             class_name(model), analysis.element_names, self._call_specs(), no_cache
         )
+        self.loss_rule: LossRule | None = None
 
     def cut(self) -> CutModel:
         held = self._learn_tail()
@@ -191,12 +196,16 @@ class _Cutter:
             LayerPiece(index, call.module, self.blueprint, parameters.get(index, {}))
             for index, call in enumerate(self.analysis.calls)
         ]
-        tail = TailPiece(tail_skeleton(self.model, self.analysis, held), self.blueprint)
+        skeleton = tail_skeleton(self.model, self.analysis, held)
+        tail = TailPiece(skeleton, self.blueprint, self.loss_rule)
         inputs = ((), self.kwargs)
         check_cut((prefix, layers, tail), self.analysis.calls, inputs, self.probe.output)
         elements = [self.blueprint.elements[call.element] for call in self.blueprint.calls]
         return CutModel(
-            self.model, nn.Sequential(prefix, *layers, tail), ("prefix", *elements, "tail")
+            self.model,
+            nn.Sequential(prefix, *layers, tail),
+            ("prefix", *elements, "tail"),
+            self.loss_rule,
         )
 
     def _call_specs(self) -> tuple[CallSpec, ...]:
@@ -228,7 +237,7 @@ class _Cutter:
             skeleton = tail_skeleton(self.model, self.analysis, held)
             inputs = ((), self.kwargs)
             try:
-                read, output = learn_tail(
+                read, output, watch = learn_tail(
                     skeleton, self.blueprint, self.analysis, calls, inputs, self.device
                 )
                 break
@@ -238,6 +247,7 @@ class _Cutter:
                     raise
                 held -= stubborn
         check_output(self.blueprint.model_class, output, self.probe.output)
+        self.loss_rule = learn_loss(watch, output, self.kwargs, text_config(self.model))
         of_modules = [name.rsplit(":", 2) for name in read if ":" in name]
         self.blueprint = replace(
             self.blueprint,

@@ -40,18 +40,19 @@ def takes_use_cache(model: nn.Module) -> bool:
     """Whether the model keeps a cache unless told otherwise."""
     return "use_cache" in forward_parameters(model) or (
         any(p.kind is p.VAR_KEYWORD for p in forward_parameters(model).values())
-        and hasattr(_text_config(model), "use_cache")
+        and hasattr(text_config(model), "use_cache")
     )
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model in it, where there is one."""
     config = getattr(model, "config", None)
     try:
-        return config.get_text_config()  # type: ignore[union-attr]
+        return config.gettext_config()  # type: ignore[union-attr]
     except (AttributeError, ValueError):  # musicgen has two
         return config
 
 
 def _vocabulary(model: nn.Module) -> int:
-    size = getattr(_text_config(model), "vocab_size", None)
+    size = getattr(text_config(model), "vocab_size", None)
     return size if isinstance(size, int) else 2

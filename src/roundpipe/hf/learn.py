@@ -11,6 +11,7 @@ import torch
 from roundpipe.grafting import Graft
 from roundpipe.hf import private
 from roundpipe.hf.analysis import Analysis
+from roundpipe.hf.batch_loss import LossWatch
 from roundpipe.hf.blueprint import Blueprint, call_value
 from roundpipe.hf.probe import ModuleCall, quiet_random
 from roundpipe.hf.stubs import activate
@@ -96,19 +97,20 @@ def learn_tail(
     held: Mapping[str, list[ModuleCall]],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
-) -> tuple[Collection[str], Any]:
+) -> tuple[Collection[str], Any, LossWatch]:
     """Run the tail on the probe's values.
 
     Returns:
-        The names of the values that it reads, and its output.
+        The names of the values that it reads, its output, and the losses that it took.
     """
     run = LearningRun(blueprint, analysis.calls, held, device)
-    with torch.no_grad(), quiet_random(), activate(run):
+    watch = LossWatch()
+    with torch.no_grad(), quiet_random(), activate(run), watch:
         output = skeleton.root(*inputs[0], **inputs[1])
     last = len(blueprint.calls) - 1
     leaves = enumerate(blueprint.calls[last].output.leaves)
     always = {call_value(last, leaf) for leaf, spec in leaves if spec.dtype is not None}
-    return run.read | roots_of(output) | always, output
+    return run.read | roots_of(output) | always, output, watch
 
 
 def _tokens(output: Any, name: Any) -> Any:

@@ -261,6 +261,34 @@ class ContainerSpec:
     contents: Expr
 
 
+class TailOptions:
+    """What the tail must know about the call; travels as one argument beside the model's own.
+
+    A plain class, like :class:`Plan`, so that it is one leaf of the arguments.
+
+    Attributes:
+        lazy_logits: whether only the loss needs the logits.
+        items: what to divide the loss by instead of the microbatch's number of labels.
+        tokens: tokens of the whole batch, where the weight of a microbatch is asked for.
+    """
+
+    __slots__ = ("items", "lazy_logits", "tokens")
+
+    def __init__(
+        self, lazy_logits: bool = False, items: float | None = None, tokens: float | None = None
+    ) -> None:
+        self.lazy_logits = lazy_logits
+        self.items = items
+        self.tokens = tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TailOptions:
+        return self  # nothing in it changes
+
+
+# Under this name the options stand among the keyword arguments of the first piece.
+TAIL_OPTIONS = "roundpipe_tail_options"
+
+
 class Plan:
     """All that the pieces need to know about one microbatch, without its tensors.
 
@@ -272,9 +300,10 @@ class Plan:
         inputs: the arguments of the model.
         held: for each held module, what each of its outputs looked like.
         alive: names of all tensors that some piece reads.
+        options: what the tail must know about the call.
     """
 
-    __slots__ = ("alive", "calls", "containers", "held", "inputs")
+    __slots__ = ("alive", "calls", "containers", "held", "inputs", "options")
 
     def __init__(
         self,
@@ -283,12 +312,14 @@ class Plan:
         inputs: Arguments,
         held: Mapping[str, tuple[Expr, ...]],
         alive: frozenset[str],
+        options: TailOptions,
     ) -> None:
         self.calls = calls
         self.containers = containers
         self.inputs = inputs
         self.held = held
         self.alive = alive
+        self.options = options
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self  # nothing in it changes

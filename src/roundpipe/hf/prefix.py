@@ -20,6 +20,7 @@ from roundpipe.hf.blueprint import (
 )
 from roundpipe.hf.encode import Encoder
 from roundpipe.hf.plan import (
+    TAIL_OPTIONS,
     Arguments,
     Blank,
     Call,
@@ -28,6 +29,7 @@ from roundpipe.hf.plan import (
     Operation,
     Plan,
     State,
+    TailOptions,
     Tree,
 )
 from roundpipe.hf.refusal import CutRefusedError
@@ -53,6 +55,7 @@ class PrefixPiece(SkeletonPiece):
 
     def forward(self, *args: Any, **kwargs: Any) -> State:
         """Run the library's forward until it calls the last layer."""
+        options = kwargs.pop(TAIL_OPTIONS, None) or TailOptions()
         kwargs = self.blueprint.check_arguments(args, kwargs)
         device = first_device((args, kwargs), self)
         run = PrefixRun(self.blueprint, device, self.skeleton, args, kwargs)
@@ -65,7 +68,7 @@ class PrefixPiece(SkeletonPiece):
                 pass
             else:
                 run.refuse_missing_calls()
-        return run.state(keep_graph=torch.is_grad_enabled())
+        return run.state(options, keep_graph=torch.is_grad_enabled())
 
 
 class PrefixRun:
@@ -191,20 +194,21 @@ class PrefixRun:
             "set layerdrop to 0, or pass cut_model an example like your batches",
         )
 
-    def state(self, *, keep_graph: bool) -> State:
+    def state(self, options: TailOptions, *, keep_graph: bool) -> State:
         """Put the plan together.
 
         Args:
+            options: for the tail.
             keep_graph: whether gradients will flow back into the prefix.
         """
-        plan = self._plan()
+        plan = self._plan(options)
         tensors = {}
         for name, tensor in self._encoder.table.items():
             if name in plan.alive:
                 tensors[name] = _handed_on(tensor, keep_graph)
         return State(plan, tensors, {})
 
-    def _plan(self) -> Plan:
+    def _plan(self, options: TailOptions) -> Plan:
         tail = len(self._calls)
         last_use: dict[str, int] = {}
         containers_last_use: dict[int, int] = {}
@@ -253,6 +257,7 @@ class PrefixRun:
             self._inputs,
             {name: tuple(exprs) for name, exprs in self._held.items()},
             frozenset(last_use),
+            options,
         )
 
     def _held_leaf(self, position: tuple[str, int, int], leaf: Any) -> Expr:

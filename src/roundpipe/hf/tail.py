@@ -9,7 +9,9 @@ import torch
 
 from roundpipe.grafting import Graft
 from roundpipe.hf import private
+from roundpipe.hf.batch_loss import LossRule, loss_options, weigh_balance
 from roundpipe.hf.blueprint import Blueprint, LeafSpec, call_value, collected_value
+from roundpipe.hf.lazy_logits import LAZY_FROM_BYTES
 from roundpipe.hf.plan import Scope, State
 from roundpipe.hf.skeleton import SkeletonPiece
 from roundpipe.hf.stubs import activate
@@ -21,19 +23,29 @@ class TailPiece(SkeletonPiece):
 
     The forward goes through the whole of the library's code; layers and the modules that the
     prefix has run return what is in the state, or, where only a shape is looked at, blanks.
+
+    Attributes:
+        loss_rule: what the model's own loss is made of, if that is known.
+        lazy_from_bytes: logits from this size on (in 32 bits) are left out where the call has no
+            use for them.
     """
 
-    def __init__(self, skeleton: Graft, blueprint: Blueprint) -> None:
+    def __init__(self, skeleton: Graft, blueprint: Blueprint, loss_rule: LossRule | None) -> None:
         super().__init__(skeleton)
         self.blueprint = blueprint
+        self.loss_rule = loss_rule
+        self.lazy_from_bytes = LAZY_FROM_BYTES
 
     def forward(self, state: State) -> Any:
         """Return the model's output for one microbatch."""
         device = next(iter(state.tensors.values())).device
         run = TailRun(self.blueprint, state, device)
         args, kwargs = state.plan.inputs.build(run.scope)
-        with activate(run):
-            return self.skeleton(*args, **kwargs)
+        options = state.plan.options
+        with activate(run), loss_options(options, self.lazy_from_bytes):
+            output = self.skeleton(*args, **kwargs)
+        weigh_balance(self.loss_rule, options, kwargs, output)
+        return output
 
 
 class TailRun:

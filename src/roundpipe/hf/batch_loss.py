@@ -1,0 +1,235 @@
+"""A model's own loss over a batch of which each piece sees only a part.
+
+The library's loss is a mean over the labels that count, plus, for mixtures of experts, a balance
+term. Means over parts do not add up to the mean over the whole, so the tail is told what to divide
+by. With N labels in the batch and parts m::
+
+    loss_m = sum of cross entropies in m / N  +  coefficient * (tokens in m / tokens) * balance_m
+
+Summed over m the first term is the batch's mean exactly. The second is the mean of the parts'
+balance terms. The batch's own would be a product of means over all its tokens, sum_e f_e P_e with
+the share f of tokens and the mean probability P of each expert; the two differ by the covariance of
+f and P over the parts, times the number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from roundpipe.hf.lazy_logits import project_lazily
+from roundpipe.hf.plan import TAIL_OPTIONS, TailOptions
+
+_IGNORED = -100
+_COEFFICIENTS = (("router_aux_loss_coef",), ("ffn_config", "moe_loss_weight"))
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How a model forms its own loss, as seen on the example.
+
+    Attributes:
+        shifted: whether a label is compared with the position before it, so that the first of a
+            row does not count.
+        balance_coefficient: the factor of ``aux_loss`` in the loss, if it is in there.
+    """
+
+    shifted: bool
+    balance_coefficient: float | None
+
+    def items(self, arguments: Mapping[str, Any]) -> int | None:
+        """How many labels count in a batch; ``None`` without labels."""
+        labels, shifted = arguments.get("shift_labels"), False
+        if labels is None:
+            labels, shifted = arguments.get("labels"), self.shifted
+        return _count(labels, shifted) if isinstance(labels, Tensor) else None
+
+
+def tokens_in(arguments: Mapping[str, Any]) -> Tensor | int | None:
+    """How many tokens of a batch take part in the balance of experts."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.sum()
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = arguments.get(name)
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            return tokens.shape[0] * tokens.shape[1]
+    return None
+
+
+def with_tail_options(
+    rule: LossRule | None,
+    arguments: Mapping[str, Any],
+    *,
+    whole_loss: bool,
+    lazy_logits: bool,
+    averaged_over: int = 1,
+) -> dict[str, Any]:
+    """A whole batch's keyword arguments, and with them what the tail must know about the batch.
+
+    To be called before the batch is split. Nothing is divided anew if the caller gives
+    ``num_items_in_batch``, or if the model's loss is of an unknown kind (``rule`` is ``None``).
+
+    Args:
+        rule: the model's, see ``CutModel.loss_rule``.
+        arguments: keyword arguments of the model.
+        whole_loss: whether the microbatches' losses shall add up to the batch's loss.
+        lazy_logits: whether the logits are needed by the loss only.
+        averaged_over: number of microbatches, where their losses are averaged and not summed.
+    """
+    items = tokens = None
+    if whole_loss and rule is not None and arguments.get("num_items_in_batch") is None:
+        items = rule.items(arguments)
+        tokens = tokens_in(arguments) if rule.balance_coefficient is not None else None
+    options = TailOptions(
+        lazy_logits,
+        None if items is None else items / averaged_over,
+        None if items is None or tokens is None else float(tokens) / averaged_over,
+    )
+    return {**arguments, TAIL_OPTIONS: options}
+
+
+class LossWatch(TorchFunctionMode):
+    """Notes the cross entropies that are computed in it.
+
+    Attributes:
+        calls: for each, how many targets count, and the loss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, float]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.cross_entropy and result.dim() == 0:
+            target = args[1] if len(args) > 1 else kwargs["target"]
+            counted = int((target != kwargs.get("ignore_index", _IGNORED)).sum())
+            self.calls.append((counted, float(result.detach().as_subclass(Tensor))))
+        return result
+
+
+def learn_loss(
+    watch: LossWatch, output: Any, arguments: Mapping[str, Any], config: Any
+) -> LossRule | None:
+    """What the loss in ``output`` is made of; ``None`` if it is not one mean cross entropy.
+
+    Args:
+        watch: what was seen while the output was made.
+        output: the model's.
+        arguments: what the model was given.
+        config: the model's.
+    """
+    loss, labels = _field(output, "loss"), arguments.get("labels")
+    if loss is None or not isinstance(labels, Tensor) or len(watch.calls) != 1:
+        return None
+    counted, mean = watch.calls[0]
+    counts = {shifted: _count(labels, shifted) for shifted in (True, False)}
+    if counted not in counts.values() or counts[True] == counts[False]:
+        return None
+    balance = _field(output, "aux_loss")
+    coefficient, explained = None, mean
+    if balance is not None and (coefficient := _coefficient(config)) is not None:
+        explained += coefficient * float(balance)
+    if abs(float(loss) - explained) > 1e-5 * max(1.0, abs(explained)):
+        return None
+    return LossRule(counted == counts[True], coefficient)
+
+
+@contextmanager
+def loss_options(options: TailOptions, lazy_from_bytes: int) -> Iterator[None]:
+    """Within it the library's head and loss do as ``options`` say."""
+    if options.items is None and not options.lazy_logits:
+        yield
+        return
+    with _LossMode(options, lazy_from_bytes):
+        yield
+
+
+class _LossMode(TorchFunctionMode):
+    """Steps in where the library projects onto the vocabulary and where it takes the loss."""
+
+    def __init__(self, options: TailOptions, lazy_from_bytes: int) -> None:
+        super().__init__()
+        self._options = options
+        self._lazy_from_bytes = lazy_from_bytes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and self._options.lazy_logits and self._is_large(args, kwargs):
+            return project_lazily(*args, **kwargs)
+        items = self._options.items
+        if func is F.cross_entropy and items is not None and _is_mean(kwargs):
+            return func(*args, **{**kwargs, "reduction": "sum"}) / items
+        return func(*args, **kwargs)
+
+    def _is_large(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if len(args) < 2 or not all(type(t) in _PLAIN for t in args[:2]):
+            return False
+        hidden, weight = args[:2]
+        rows = hidden.numel() // max(1, hidden.shape[-1])
+        widens: bool = weight.dim() == 2 and weight.shape[0] > weight.shape[1] and hidden.dim() >= 2
+        size_bytes: int = 4 * rows * weight.shape[0]
+        return widens and size_bytes >= self._lazy_from_bytes
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_mean(kwargs: Mapping[str, Any]) -> bool:
+    unusual = ("size_average", "reduce", "weight")
+    return kwargs.get("reduction", "mean") == "mean" and all(kwargs.get(k) is None for k in unusual)
+
+
+def weigh_balance(
+    rule: LossRule | None, options: TailOptions, arguments: Mapping[str, Any], output: Any
+) -> None:
+    """Give the balance term in the output's loss the weight of this microbatch's tokens."""
+    loss, balance = _field(output, "loss"), _field(output, "aux_loss")
+    if rule is None or rule.balance_coefficient is None or options.tokens is None:
+        return
+    tokens = tokens_in(arguments)
+    if loss is None or balance is None or tokens is None:
+        return
+    surplus = rule.balance_coefficient * (1 - tokens / options.tokens)
+    output["loss"] = loss - surplus * balance.to(loss.device)
+
+
+def _field(output: Any, name: str) -> Tensor | None:
+    value = output.get(name) if isinstance(output, Mapping) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _count(labels: Tensor, shifted: bool) -> int:
+    counted = labels[:, 1:] if shifted and labels.dim() > 1 else labels
+    return int((counted != _IGNORED).sum())
+
+
+def _coefficient(config: Any) -> float | None:
+    for path in _COEFFICIENTS:
+        value = config
+        for name in path:
+            value = getattr(value, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
