@@ -24,31 +24,39 @@ class Bridge:
     """One call with gradients, from its outputs to its inputs.
 
     Args:
-        call: the call, its forward done.
+        call: the call, at the latest when its run has just been over.
         num_layers: layers of the model.
         run_backward: runs the call's backward on the devices.
     """
 
     def __init__(self, call: Call, num_layers: int, run_backward: RunBackward) -> None:
         self._call = call
+        self._num_layers = num_layers
         self._run_backward = run_backward
         self._spent = False
-        self.inputs = [pair for chain in call.chains for pair in chain.sources]
-        self.outputs = [
-            value
-            for chain in call.chains
-            for value in chain.borders[num_layers].values()
-            if value.requires_grad
-        ]
-        self._versions = [tensor._version for tensor, _ in self.inputs]
+        self.inputs: list[tuple[torch.Tensor, Value]] = []
+        self.outputs: list[Value] = []
+        # Noted now, and not when the run is over: the caller may be at work beside it.
+        self._versions = {id(t): t._version for chain in call.chains for t, _ in chain.sources}
 
     def connect(self) -> dict[int, torch.Tensor]:
-        """Make the outputs part of the user's graph.
+        """Make the outputs part of the user's graph, when the forward is done.
 
         Returns:
             For each output value, by identity, the tensor that carries gradients back into the
             pipeline.
         """
+        chains = self._call.chains
+        self.inputs = [pair for chain in chains for pair in chain.sources]
+        for tensor, _ in self.inputs:
+            # What another call made has only now become a tensor.
+            self._versions.setdefault(id(tensor), tensor._version)
+        self.outputs = [
+            value
+            for chain in chains
+            for value in chain.borders[self._num_layers].values()
+            if value.requires_grad
+        ]
         if not self.outputs:
             return {}
         # Parameters are not inputs of the node, so something else must make the outputs require
@@ -72,8 +80,8 @@ class Bridge:
                 "backward was run a second time through a roundpipe forward whose saved inputs "
                 "were freed by the first; give the first one retain_graph=True"
             )
-        for (tensor, _), version in zip(self.inputs, self._versions, strict=True):
-            if tensor._version != version:
+        for tensor, _ in self.inputs:
+            if tensor._version != self._versions[id(tensor)]:
                 raise StateError(
                     "an input of a roundpipe forward was modified in place before backward, which "
                     "has to recompute from it; modify a copy"

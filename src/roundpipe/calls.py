@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .arrivals import Entry
 from .config import ResolvedRunConfig
 from .context import CallerContext
 from .plan import ModelExecutePlan
@@ -92,6 +93,7 @@ class Chain:
         losses: what the loss function returned, in order.
         losses_are_sequence: whether it returned a sequence.
         output: the model's output, where the caller wants it back from a fused call.
+        entry: what it waits for before its first stage; None if everything is there.
     """
 
     index: int
@@ -102,6 +104,7 @@ class Chain:
     losses: list[Value] = field(default_factory=list)
     losses_are_sequence: bool = False
     output: Border | None = None
+    entry: Entry | None = None
 
 
 @dataclass

@@ -147,6 +147,8 @@ class Run:
             Counter(f"the progress of microbatch {chain.index} of {engine.name}")
             for chain in call.chains
         ]
+        self._jobs: dict[int, _Job] = {}
+        self._done = Counter(f"the devices running {engine.name}")
         self.record = engine.meter.open_run(
             call.keeps_grad, devices=len({task.device for task in tasks})
         )
@@ -159,29 +161,68 @@ class Run:
         Raises:
             BaseException: the first failure, the same object, after everybody has stopped.
         """
+        try:
+            self.start()
+            self.wait()
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def start(self) -> None:
+        """Hand every device its list. What it raises has to be given to :meth:`end`."""
         engine = self.engine
         by_device: dict[int, list[StageTask]] = {}
         for task in self.tasks:
             by_device.setdefault(task.device, []).append(task)
             engine.store.declare_reads(task.layers)
-        done = Counter(f"the devices running {engine.name}")
-        who = f"the caller of {engine.name}"
         devices = engine.pool.devices
-        jobs = {d: _Job(_DeviceRun(self, devices[d], t), done) for d, t in by_device.items()}
+        self._jobs = {
+            d: _Job(_DeviceRun(self, devices[d], tasks), self._done)
+            for d, tasks in by_device.items()
+        }
+        engine.pool.submit(self._jobs)
+
+    def wait(self) -> None:
+        """Block until the devices are done.
+
+        Raises:
+            BaseException: the first failure, the same object, after everybody has stopped.
+        """
         try:
-            engine.pool.submit(jobs)
-            done.wait(len(jobs), who)
+            self._done.wait(len(self._jobs), self._caller)
         except BaseException as error:  # noqa: BLE001 - Ctrl-C in the caller; raised again below
-            self.scope.fail(error)
-            # Some may never have been submitted, and waiting for them would never end.
-            for job in jobs.values():
-                _shielded(job.call_off)
-            _shielded(lambda: done.wait(len(jobs), who))
-        finally:
-            for value, device in self._kept:
-                value.drop(device)
+            self.end(error)
+        self._drop_copies()
         if self.scope.error is not None:
             raise self.scope.error
+
+    def wait_first(self) -> None:
+        """Block until the first microbatch has left the last stage.
+
+        Raises:
+            BaseException: the first failure, the same object, after everybody has stopped.
+        """
+        try:
+            self.progress[0].wait(self.tasks[-1].position + 1, self._caller, self.scope)
+        except Cancelled:
+            self.wait()
+
+    def end(self, error: BaseException) -> None:
+        """Begin nothing more, because of ``error``; returns when the devices have stopped."""
+        self.scope.fail(error)
+        # Some may never have been submitted, and waiting for them would never end.
+        for job in self._jobs.values():
+            _shielded(job.call_off)
+        _shielded(lambda: self._done.wait(len(self._jobs), self._caller))
+        self._drop_copies()
+
+    @property
+    def _caller(self) -> str:
+        return f"the caller of {self.engine.name}"
+
+    def _drop_copies(self) -> None:
+        for value, device in self._kept:
+            value.drop(device)
 
     def keep(self, value: Value, device: Device) -> None:
         """A copy of ``value`` stays on ``device`` until the run is over at the latest."""
@@ -283,8 +324,12 @@ class _DeviceRun:
             upcoming = self._prefetch(following, upcoming, 1 / (count - done))
             run.progress[index].wait(task.position, who, run.scope)
             run.scope.check()
+            chain = call.chains[index]
+            if chain.entry is not None:
+                self._place.microbatch = index
+                chain.entry.arrive(who, run.scope, run.engine.pool)
             self._notes.begin(index)
-            compute.run(call.chains[index])
+            compute.run(chain)
             self._notes.end()
             run.progress[index].advance_to(task.position + 1)
             if done == 0 and task.phase is not Phase.FORWARD:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,19 +58,30 @@ class LayerRandomness:
             return function()
         # Another thread's layer between seeding and drawing would take this layer's numbers.
         with _DEFAULT_GENERATOR_LOCK:
-            generator = torch.default_generator
-            before = generator.get_state()
-            generator.manual_seed(seed)
-            try:
-                if key in self._drawing:
-                    return function()
-                seeded = generator.get_state()
-                result = function()
-                drew = not torch.equal(seeded, generator.get_state())
-                (self._drawing if drew else self._quiet).add(key)
-                return result
-            finally:
-                generator.set_state(before)
+            # Found to be quiet while this thread waited: then it must not touch the generator any
+            # more, which the caller may be using (see `known_quiet`).
+            if key not in self._quiet:
+                return self._run_seeded(key, seed, function)
+        return function()
+
+    def _run_seeded(self, key: LayerKey, seed: int, function: Callable[[], Any]) -> Any:
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            if key in self._drawing:
+                return function()
+            seeded = generator.get_state()
+            result = function()
+            drew = not torch.equal(seeded, generator.get_state())
+            (self._drawing if drew else self._quiet).add(key)
+            return result
+        finally:
+            generator.set_state(before)
+
+    def known_quiet(self, keys: Iterable[LayerKey]) -> bool:
+        """Whether none of the layers touches the CPU generator: the caller may draw beside them."""
+        return all(key in self._quiet for key in keys)
 
     @contextlib.contextmanager
     def watch_call(self, model_name: str) -> Iterator[None]:

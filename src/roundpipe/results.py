@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .autograd import Bridge, RunBackward
+from .autograd import Bridge
 from .calls import Call, Chain
-from .errors import InvalidValueError
+from .errors import InvalidValueError, Where, add_where
 from .microbatch import merge_outputs
 from .microbatch.tree import flatten, unflatten
 from .transfer import Border, Value
@@ -32,12 +32,26 @@ def homecoming(call: Call, num_layers: int) -> Iterator[tuple[Value, int | None]
         yield from ((value, chain.index) for value in values)
 
 
-def outputs_of(call: Call, num_layers: int, run_backward: RunBackward) -> list[Any]:
+def wait_homecoming(call: Call, num_layers: int, name: str) -> None:
+    """Block until what a run sends home is there.
+
+    What fails on its way fails the call now, before anything has taken effect.
+
+    Raises:
+        BaseException: what failed, with a note saying where.
+    """
+    for value, microbatch in homecoming(call, num_layers):
+        try:
+            value.home()
+        except BaseException as error:
+            stage, device = value.origin or (None, None)
+            add_where(error, Where(name, None, stage, microbatch, "download", device))
+            raise
+
+
+def outputs_of(call: Call, num_layers: int, bridge: Bridge | None) -> list[Any]:
     """For each microbatch its output tree in host memory, connected to the user's graph."""
-    carrying: dict[int, torch.Tensor] = {}
-    if call.run_type == "train":
-        bridge = Bridge(call, num_layers, run_backward)
-        carrying = bridge.connect()
+    carrying = {} if bridge is None else bridge.connect()
     outputs = []
     for chain in call.chains:
         border = chain.borders[num_layers]

@@ -67,6 +67,17 @@ class Value:
         """Whether a host copy exists or is on its way."""
         return self._host is not None
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the host copy, which may still be on its way; None without one."""
+        return None if self._host is None else tuple(self._host.shape)
+
+    def twin(self) -> Value:
+        """Another value with the same host copy, on its way or there, for another run."""
+        twin = Value(self._host, self.requires_grad)
+        twin._host_ready, twin.origin = self._host_ready, self.origin
+        return twin
+
     def on(self, device: Device) -> bool:
         """Whether ``device`` holds a copy."""
         return device in self._copies

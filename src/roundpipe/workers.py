@@ -36,6 +36,7 @@ class Scope:
         self._error: BaseException | None = None
         self._cancelled = False
         self._waited_on: dict[int, threading.Condition] = {}
+        self._followers: list[Scope] = []
 
     @property
     def error(self) -> BaseException | None:
@@ -55,12 +56,26 @@ class Scope:
                 self._error = error
             self._cancelled = True
             conditions = list(self._waited_on.values())
+            followers = list(self._followers) if first else []
         # A waiter registers its condition before it looks at `cancelled`, and looks while it holds
         # the condition: so it either sees the flag or is already waiting and hears this notify.
         for condition in conditions:
             with condition:
                 condition.notify_all()
+        for follower in followers:
+            follower.fail(error)
         return first
+
+    def follow(self, other: Scope) -> None:
+        """If ``other`` fails, or has failed, so does this run, with the same error.
+
+        Called by a run that waits for what the other one makes.
+        """
+        with other._lock:
+            other._followers.append(self)
+            error = other._error
+        if error is not None:
+            self.fail(error)
 
     def check(self) -> None:
         """Raise :class:`Cancelled` if the run is over."""

@@ -24,12 +24,14 @@ class Shares:
         total: rows of the batch; ``None`` if unknown.
         sizes: rows to cut for each microbatch, if not evenly.
         rows: rows of each microbatch; ``None`` if unknown.
+        foretold_by: index of the packed data, still in flight, that the rows are expected of.
     """
 
     count: int
     total: int | None = None
     sizes: Sequence[int] | None = None
     rows: Sequence[int] | None = None
+    foretold_by: int | None = None
 
 
 def share_evenly(tree: ArgumentTree, count: int) -> Shares:
@@ -88,7 +90,7 @@ def _column(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) ->
     leaf, dim, rows = tree.leaves[index], tree.dims[index], tree.rows[index]
     count = shares.count
     if tree.is_packed(index):
-        return _packed_column(tree, index, count)
+        return _packed_column(tree, index, shares)
     if dim is None or rows is None or count == 1:
         return [leaf] * count
     if rows == shares.total:
@@ -106,14 +108,15 @@ def _column(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) ->
     return cut(leaf, dim, count, tree.where(index))
 
 
-def _packed_column(tree: ArgumentTree, index: int, count: int) -> Sequence[Any]:
-    packed = tree.leaves[index]
+def _packed_column(tree: ArgumentTree, index: int, shares: Shares) -> Sequence[Any]:
+    packed, count = tree.leaves[index], shares.count
     if len(packed) != count:
         raise InvalidValueError(
             f"{tree.path(index)} is packed data of {len(packed)} microbatches, this call has "
             f"{count}; set num_microbatch={len(packed)}, or merge the packed data first"
         )
-    return list(packed)
+    pieces: list[Any] = packed.pieces(shares.rows if shares.foretold_by == index else None)
+    return pieces
 
 
 def _check_other_size(tree: ArgumentTree, index: int, shares: Shares, warned: set[str]) -> None:

@@ -9,21 +9,18 @@ from typing import Any
 from roundpipe.microbatch.columns import columns_from_trees
 from roundpipe.microbatch.custom import is_function
 from roundpipe.microbatch.joining import AVERAGE_SCALARS, Manner, join
-from roundpipe.microbatch.packed import RoundPipePackedData, TransferHandle
+from roundpipe.microbatch.packed import RoundPipePackedData
 from roundpipe.microbatch.specs import Rule, match_spec
 from roundpipe.microbatch.tree import Structure, unflatten
 
 
-def merge_outputs(
-    outputs: Sequence[Any], merge_output: Any = None, *, handles: Sequence[TransferHandle] = ()
-) -> Any:
+def merge_outputs(outputs: Sequence[Any], merge_output: Any = None) -> Any:
     """Merge the outputs of the microbatches.
 
     Args:
         outputs: one output per microbatch, in order, all of the same structure.
         merge_output: ``None`` or ``True`` for the automatic rule, a spec that mirrors the output,
             a function that gets the list of outputs, or ``False`` to leave the leaves packed.
-        handles: with ``False``, for each microbatch what to wait for before its values are read.
 
     Returns:
         The merged output. Gradients flow through it. A single microbatch's tensors are returned as
@@ -37,7 +34,7 @@ def merge_outputs(
         return merge_output(list(outputs))
     columns, structure = columns_from_trees(outputs, "output")
     if merge_output is False:
-        return unflatten(structure, [RoundPipePackedData(c, handles) for c in columns])
+        return unflatten(structure, [RoundPipePackedData(c) for c in columns])
     spec = None if merge_output is True else merge_output
     rules = match_spec(spec, structure, "output", "merge_output")
     return join_columns(columns, rules, structure, "output", AVERAGE_SCALARS)

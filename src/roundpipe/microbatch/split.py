@@ -16,6 +16,7 @@ from roundpipe.microbatch.custom import (
 )
 from roundpipe.microbatch.dealing import Shares, deal, share_as, share_evenly
 from roundpipe.microbatch.messages import count_of, shorten, warn_once
+from roundpipe.microbatch.packed import RoundPipePackedData
 
 _INPUT_WAYS = (
     "split_input=(args_spec, kwargs_spec) with TensorChunkSpec(dim) or Replicate in its place, or "
@@ -68,6 +69,7 @@ def split_batch(
     split_label: Any = None,
     *,
     warned: set[str] | None = None,
+    rows_matter: bool = False,
 ) -> Batch:
     """Cut the arguments and labels of a call into microbatches.
 
@@ -83,6 +85,7 @@ def split_batch(
             function ``f(args, kwargs, num_microbatch) -> (args_list, kwargs_list)``.
         split_label: ``None``, a spec, or a function ``g(label, num_microbatch) -> list``.
         warned: what was warned about already; owned by the caller, grows. ``None``: nothing was.
+        rows_matter: whether the microbatches' rows have to be exact although nothing else is cut.
 
     Returns:
         The microbatches.
@@ -106,7 +109,8 @@ def split_batch(
     else:
         specs = _spec_pair(split_input)
         inputs = ArgumentTree((args, kwargs), ("args", "kwargs"), specs, "split_input", _INPUT_WAYS)
-        shares = _share(inputs, labels_in, num_microbatch, warned)
+        rows_matter = rows_matter or label is not None
+        shares = _share(inputs, labels_in, num_microbatch, warned, rows_matter)
         pairs = deal(inputs, shares, warned)
     if label_function is not None and label is not None:
         labels = call_split_label(label_function, label, shares.count)
@@ -138,13 +142,17 @@ def _spec_pair(split_input: Any) -> tuple[Any, Any]:
 
 
 def _share(
-    inputs: ArgumentTree, labels: ArgumentTree | None, num_microbatch: int, warned: set[str]
+    inputs: ArgumentTree,
+    labels: ArgumentTree | None,
+    num_microbatch: int,
+    warned: set[str],
+    rows_matter: bool,
 ) -> Shares:
     """How the batch is dealt out; labels have a say only if the inputs have no rows."""
     shares = share_evenly(inputs, num_microbatch)
     packed = inputs.packed()
     if packed:
-        return _share_packed(inputs, packed[0], shares)
+        return _share_packed(inputs, packed[0], shares, rows_matter)
     source = inputs
     if shares.total is None and labels is not None:
         source = labels
@@ -161,19 +169,31 @@ def _share(
     return share_evenly(source, shares.total)
 
 
-def _share_packed(inputs: ArgumentTree, index: int, even: Shares) -> Shares:
+def _share_packed(inputs: ArgumentTree, index: int, even: Shares, rows_matter: bool) -> Shares:
     """Packed data are cut already: what else has as many rows is cut in the same way."""
-    packed = share_as(inputs.leaves[index])
-    if len(inputs.leaves[index]) != even.count:
+    values = inputs.leaves[index]
+    if len(values) != even.count:
         return even  # dealing it out will say so
     if even.total is not None and even.total < even.count:
         raise InvalidValueError(
             f"{inputs.path(index)} is packed data of {even.count} microbatches, but the other "
             f"arguments have only {count_of(even.total, 'row')} ({inputs.batch_path()})"
         )
+    packed = _packed_shares(values, index, rows_matter or even.total is not None)
     if even.total is None or even.total == packed.total:
         return packed
     return even
+
+
+def _packed_shares(values: RoundPipePackedData, index: int, rows_matter: bool) -> Shares:
+    """Shares as the packed data have them, foretold if these are still in flight."""
+    if values.in_flight:
+        rows = values.expected_rows()
+        if not rows_matter or (rows is not None and len(rows) == 0):
+            return Shares(len(values))
+        if rows is not None:
+            return Shares(len(values), sum(rows), rows, rows, foretold_by=index)
+    return share_as(values)
 
 
 def _labels(labels: ArgumentTree | None, shares: Shares, warned: set[str]) -> list[Any]:
@@ -188,4 +208,5 @@ def _labels(labels: ArgumentTree | None, shares: Shares, warned: set[str]) -> li
                 "microbatches"
             )
         shares = replace(own, rows=None)
-    return [label for (label,) in deal(labels, shares, warned)]
+    # What the inputs foretold is checked where they arrive, not where labels do.
+    return [label for (label,) in deal(labels, replace(shares, foretold_by=None), warned)]

@@ -14,6 +14,7 @@ import roundpipe.microbatch
 
 MANUAL = Path(__file__).parents[3] / "docs" / "microbatches.md"
 SOURCES = sorted(Path(roundpipe.microbatch.__file__).parent.glob("*.py"))
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 RAISES = {"InvalidValueError", "InvalidTypeError"}
 
 
@@ -27,9 +28,7 @@ def test_the_examples_give_what_the_manual_says() -> None:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", roundpipe.microbatch.MicrobatchWarning)
         warnings.showwarning = _print_warning  # type: ignore[assignment]
-        result = doctest.testfile(
-            str(MANUAL), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
-        )
+        result = doctest.testfile(str(MANUAL), module_relative=False, optionflags=FLAGS)
     assert result.attempted > 60
     assert result.failed == 0
 
