@@ -61,6 +61,7 @@ class CostMeter:
         self._sizes: dict[tuple[str, int], RunningMax] = defaultdict(RunningMax)
         self._rates: dict[str, RunningMedian] = defaultdict(RunningMedian)
         self._hop = RunningMedian()
+        self._stage = RunningMedian()
         self._step = RunningMedian()
         self._steps = 0
         self._begun: set[Key] = set()
@@ -108,6 +109,9 @@ class CostMeter:
             self._times[key].add(median(values))
         spans = [span for part in samples for span in part.spans]
         self._add_rates(spans)
+        overheads = [time_ms for part in samples for time_ms in _overheads(part)]
+        if overheads:
+            self._stage.add(median(overheads))
         hops = list(_hops(spans))
         if hops:
             # The fastest: the others also waited for a core, or for the interpreter.
@@ -178,7 +182,12 @@ class CostMeter:
             )
             for device in machine.devices
         )
-        return replace(machine, devices=devices, hop_ms=self._hop.value or 0.0)
+        return replace(
+            machine,
+            devices=devices,
+            hop_ms=self._hop.value or 0.0,
+            stage_ms=self._stage.value or 0.0,
+        )
 
     def _ms(self, keeps_grad: bool, what: str, layer: int) -> float | None:
         found = self._times.get((keeps_grad, what, layer))
@@ -187,6 +196,34 @@ class CostMeter:
     def _bytes(self, what: str, layer: int) -> int:
         found = self._sizes.get((what, layer))
         return 0 if found is None else found.value or 0
+
+
+_PARTS = {
+    "forward": (FORWARD,),
+    "fused": (FORWARD, LOSS, BACKWARD),
+    "recompute": (RECOMPUTE,),
+    "backward": (RECOMPUTE, BACKWARD),
+}
+"""What the layers do in a span. Where the recompute has a span of its own, it is not counted."""
+
+
+def _overheads(part: RunSamples) -> Iterable[float]:
+    """How much longer stages took than their layers, in ms, one microbatch at a time."""
+    times: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for each in part.times:
+        times[each.what, each.microbatch][each.layer] = each.time_ms
+    recomputes = {(span.stage, span.microbatch) for span in part.spans if span.phase == RECOMPUTE}
+    for span in part.spans:
+        parts = _PARTS.get(span.phase, ())
+        if span.phase == BACKWARD and (span.stage, span.microbatch) in recomputes:
+            parts = (BACKWARD,)
+        if parts:
+            busy_ms = sum(
+                times[what, span.microbatch].get(layer, 0.0)
+                for what in parts
+                for layer in span.layers
+            )
+            yield max((span.end_ns - span.begin_ns) / 1e6 - busy_ms, 0.0)
 
 
 def _hops(spans: Iterable[Span]) -> Iterable[float]:

@@ -164,7 +164,8 @@ class RunNotes:
 
     def end(self) -> None:
         """The stage has ended with the microbatch."""
-        self._interval(self._phase, self._begin, self.now())
+        if self._phase != BACKWARD or self._device.shares_host_memory:
+            self._interval(self._phase, self._begin, self.now())
         self._is_first = False
 
     def _interval(self, phase: str, begin: Moment, end: Moment) -> None:
@@ -200,7 +201,9 @@ class RunNotes:
 
     def backward_ended(self) -> None:
         """Backward is over."""
-        self._passes[-1].end = self.now()
+        end = self._passes[-1].end = self.now()
+        if self._phase == BACKWARD and not self._device.shares_host_memory:
+            self._interval(BACKWARD, self._begin, end)
 
     # --- bytes -------------------------------------------------------------------------------
 

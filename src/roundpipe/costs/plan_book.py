@@ -108,7 +108,12 @@ class PlanBook:
                 )
                 for device in machine.devices
             )
-            machine = replace(machine, devices=devices, hop_ms=loaded.machine.hop_ms)
+            machine = replace(
+                machine,
+                devices=devices,
+                hop_ms=loaded.machine.hop_ms,
+                stage_ms=loaded.machine.stage_ms,
+            )
             layers = replace(loaded.layers, name=self._name)
             return replace(known, layers=layers, machine=machine, source="loaded")
         return known

@@ -73,7 +73,8 @@ class ModelCosts:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         title = (
             f"{self.layers.name}: {self.source} costs of {len(self.layers)} layers per microbatch, "
-            f"{len(self.machine)} x {self.kind}, a hop takes {self.machine.hop_ms:.3f} ms"
+            f"{len(self.machine)} x {self.kind}; {self.machine.stage_ms:.3f} ms for each stage, "
+            f"{self.machine.hop_ms:.3f} ms for a hop to another device"
         )
         lines = [
             "  ".join(

@@ -62,12 +62,13 @@ def device_loads(
     cursor = 0
     for schedule in [*schedules] * iterations:
         early, main, count = schedule.tables.early, schedule.tables.main, schedule.microbatches
+        stage_ms = schedule.tables.stage_ms
         for steps in schedule.calls * schedule.rounds:
             for phase, start, stop, replicas in steps:
                 width = 1 if replicas == 1 else min(replicas, devices, count)
                 for replica in range(width):
                     sums, more = early[phase][cursor], main[phase][cursor]
-                    time = sums[stop] - sums[start] + more[stop] - more[start]
+                    time = sums[stop] - sums[start] + more[stop] - more[start] + stage_ms
                     share = count if width == 1 else len(range(replica, count, width))
                     loads[cursor] += time * share
                     cursor = cursor + 1 if cursor + 1 < devices else 0

@@ -204,6 +204,7 @@ class PipelineClock:
         early_sums, main_sums, later = call.tables.early, call.tables.main, call.microbatches - 1
         free, older, hop, devices = self.free, self._older, self._hop, len(self.free)
         device = self.cursor
+        stage_ms = call.tables.stage_ms
         first, pace, home = (_BEFORE, 0.0, device) if row is None else (row[0], row[1], row[3])
         forward_end = call.forward_rows[-1][1].last + hop if call.forward_rows else _BEFORE
         readable = published if isinstance(published, float) else None
@@ -218,7 +219,8 @@ class PipelineClock:
             elif readable > begin:
                 begin = readable
             early, main = early_sums[phase][device], main_sums[phase][device]
-            early_ms, main_ms = early[stop] - early[start], main[stop] - main[start]
+            early_ms = early[stop] - early[start]
+            main_ms = main[stop] - main[start] + stage_ms
             ready, spacing = begin + early_ms, early_ms + main_ms
             arrival = first if home == device else first + hop
             if pace > spacing * _ABOVE:

@@ -33,12 +33,14 @@ class CostTables:
         main: ``main[phase][device]``: the other work.
         weights: bytes to upload.
         gradients: bytes to download.
+        stage_ms: of every stage on every microbatch, besides its layers.
     """
 
     early: tuple[list[Sums], ...]
     main: tuple[list[Sums], ...]
     weights: Sums
     gradients: Sums
+    stage_ms: float = 0.0
 
     @classmethod
     def of(cls, workload: Workload) -> CostTables:
@@ -69,10 +71,11 @@ class CostTables:
             main,
             running_sums([layer.weight_bytes for layer in layers]),
             running_sums([layer.gradient_bytes for layer in layers]),
+            workload.machine.stage_ms,
         )
 
     def times(self, step: StageStep, device: int) -> tuple[float, float]:
         """What may start before the input is there, and what may not, in ms per microbatch."""
         phase, start, stop, _ = step
         early, main = self.early[phase][device], self.main[phase][device]
-        return early[stop] - early[start], main[stop] - main[start]
+        return early[stop] - early[start], main[stop] - main[start] + self.stage_ms

@@ -144,17 +144,20 @@ class Machine:
         devices: at least one.
         hop_ms: charged when a microbatch goes to a stage on another device.
         links: bytes per millisecond of each shared host link, in each direction.
+        stage_ms: what a device spends on every microbatch of every stage besides the layers' times.
     """
 
     devices: tuple[DeviceSpec, ...]
     hop_ms: float = 0.0
     links: Mapping[str, float] = field(default_factory=dict)
+    stage_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         if not self.devices:
             raise InvalidValueError("Machine got no devices; expected at least one")
         _check_amount("Machine.hop_ms", self.hop_ms)
+        _check_amount("Machine.stage_ms", self.stage_ms)
         for name, rate in self.links.items():
             _check_amount(f"Machine.links[{name!r}]", rate, above_zero=True)
         for device in self.devices:
@@ -175,6 +178,7 @@ class Machine:
         *,
         like: DeviceSpec | None = None,
         links: Mapping[str, float] | None = None,
+        stage_ms: float = 0.0,
     ) -> Machine:
         """``devices`` equal devices, numbered from 0.
 
@@ -183,10 +187,11 @@ class Machine:
             hop_ms: see above.
             like: what each of them can do.
             links: see above.
+            stage_ms: see above.
         """
         pattern = like or DeviceSpec()
         named = (replace(pattern, name=f"{pattern.name}:{index}") for index in range(devices))
-        return cls(tuple(named), hop_ms, links or {})
+        return cls(tuple(named), hop_ms, links or {}, stage_ms)
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -65,9 +65,9 @@ def machine_from_document(document: Mapping[str, Any]) -> Machine:
     """
     if not isinstance(document, Mapping):
         raise InvalidTypeError(f"machine is {document!r}; expected an object with 'devices'")
-    _check_names("machine", document, {"devices", "hop_ms", "links", *_SPEC_FIELDS})
+    _check_names("machine", document, {"devices", "hop_ms", "links", "stage_ms", *_SPEC_FIELDS})
     devices, hop_ms = document.get("devices"), document.get("hop_ms", 0.0)
-    links = document.get("links", {})
+    links, stage_ms = document.get("links", {}), document.get("stage_ms", 0.0)
     if isinstance(devices, list):
         for index, entry in enumerate(devices):
             _check_names(f"machine.devices[{index}]", entry, _SPEC_FIELDS)
@@ -75,10 +75,11 @@ def machine_from_document(document: Mapping[str, Any]) -> Machine:
             DeviceSpec(**{"name": f"device:{index}", **entry})
             for index, entry in enumerate(devices)
         ]
-        return Machine(tuple(specs), hop_ms, links)
+        return Machine(tuple(specs), hop_ms, links, stage_ms)
     check_count("machine.devices", devices)
     shared = {name: value for name, value in document.items() if name in _SPEC_FIELDS}
-    return Machine.uniform(int(devices or 0), hop_ms, like=DeviceSpec(**shared), links=links)
+    like = DeviceSpec(**shared)
+    return Machine.uniform(int(devices or 0), hop_ms, like=like, links=links, stage_ms=stage_ms)
 
 
 def machine_to_document(machine: Machine) -> dict[str, Any]:
@@ -92,8 +93,9 @@ def machine_to_document(machine: Machine) -> dict[str, Any]:
         for spec in machine.devices
     ]
     document: dict[str, Any] = {"devices": devices}
-    if machine.hop_ms:
-        document["hop_ms"] = machine.hop_ms
+    for name in ("hop_ms", "stage_ms"):
+        if getattr(machine, name):
+            document[name] = getattr(machine, name)
     if machine.links:
         document["links"] = dict(machine.links)
     return document

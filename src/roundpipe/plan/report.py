@@ -20,18 +20,11 @@ def plan_document(planned: Planned) -> dict[str, Any]:
     ``makespan_ms`` is the time of one iteration in the workload's mode: of a single one in
     ``sync`` mode, else the pace of many in a row; ``bubble_pct`` belongs to it.
     """
-    account, _ = account_of_plan(planned)
     return {
         **plan_to_document(planned.plan),
         "microbatches_per_round": planned.microbatches_per_round,
         "bubble_pct": planned.bubble_percent,
         "makespan_ms": planned.iteration_ms,
-        "bound_ms": planned.bound_ms,
-        "mode": planned.workload.mode,
-        "model": planned.workload.costs.name,
-        "devices": len(planned.workload.machine),
-        "microbatches": planned.workload.microbatches,
-        "bubble_account_pct": account_document(account),
     }
 
 
