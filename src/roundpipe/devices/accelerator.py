@@ -1,7 +1,8 @@
 """Accelerators through torch's device-generic interface: CUDA, ROCm, XPU and others alike.
 
 Every stream, event, copy and ``record_stream`` of the package is in this file. Each of the places
-where one thing waits for another says what breaks without it.
+where one thing waits for another says what breaks without it; docs/design.md has a table of them
+and of those that ask for them.
 """
 
 from __future__ import annotations
@@ -218,13 +219,12 @@ class AcceleratorDevice(Device):
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Later work of ``stream`` starts after ``event``; the host does not wait."""
-        if isinstance(event, AcceleratorEvent):
-            # Stream wait: without it the stream reads or overwrites memory that another stream has
-            # not finished with. Which memory, the caller says.
-            self.torch_stream(stream).wait_event(event.event)
-        else:
-            # An event of the host's: nothing but the host can wait for it.
-            event.synchronize()
+        # What CPU devices hand to accelerators, from one model to the next, is complete: it comes
+        # without an event.
+        assert isinstance(event, AcceleratorEvent)
+        # Stream wait: without it the stream reads or overwrites memory that another stream has not
+        # finished with. Which memory, the caller says.
+        self.torch_stream(stream).wait_event(event.event)
 
     def mark_use(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The allocator keeps the tensor's memory, once dropped, until ``stream`` is through."""
