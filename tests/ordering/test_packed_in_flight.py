@@ -7,7 +7,6 @@ microbatch go; then the helper does, after a while, and the test fails.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,71 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.devices import CheckedPool
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.devices.base import Stream
 from roundpipe.microbatch import RoundPipePackedData
+from support.duo import COUNT, PACKED, PATIENCE_S, Duo, Layer, X, loss_of, one_stage
 from support.faults import watched_pool
-
-COUNT = 3
-PATIENCE_S = 20.0  # of a helper whose test has failed already
-
-
-class Layer(nn.Module):
-    """A linear layer that tells which microbatches have come by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.rows: list[int] = []  # shared with the replicas on devices
-        self.arrived = threading.Event()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows.append(x.shape[0])
-        out: torch.Tensor = self.linear(x).tanh()
-        self.arrived.set()
-        return out
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        twin = Layer()
-        twin.load_state_dict(self.state_dict())
-        return twin
-
-
-def one_stage(fused: bool = False) -> RoundPipeRunConfig:
-    plan = ModelExecutePlan([] if fused else [range(1)], [range(1)])
-    return RoundPipeRunConfig(num_microbatch=COUNT, execute_plan=plan)
-
-
-PACKED = RoundPipeRunConfig(merge_output=False)
-
-
-class Duo:
-    """Two models in a row, one stage each, on neighbouring devices or in pools of their own."""
-
-    def __init__(self, first: CheckedPool, second: CheckedPool) -> None:
-        torch.manual_seed(0)
-        self.pool = first
-        self.layers = [Layer(), Layer()]
-        front, back = (nn.Sequential(layer) for layer in self.layers)
-        self.front = RoundPipe(front, devices=first, name="front", model_run_config=one_stage())
-        self.back = RoundPipe(back, devices=second, name="back", model_run_config=one_stage())
-        self.overlapped = False
-
-    @contextlib.contextmanager
-    def last_microbatch_held(self) -> Iterator[None]:
-        """Until the back model has run its first one."""
-        with self.pool.hold(Stream.INWARD, device=0, after=COUNT - 1) as hold:
-
-            def let_go() -> None:
-                self.overlapped = self.layers[1].arrived.wait(PATIENCE_S)
-                hold.release()
-
-            helper = threading.Thread(target=let_go)
-            helper.start()
-            yield
-            helper.join()
-            assert hold.is_reached
 
 
 @pytest.fixture(params=["one pool", "two pools"])
@@ -88,19 +27,11 @@ def duo(request: pytest.FixtureRequest) -> Iterator[Duo]:
     with watched_pool(2) as pool, watched_pool(1) as other:
         made = Duo(pool, pool if request.param == "one pool" else other)
         yield made
-        made.front.close()
-        made.back.close()
-
-
-X = torch.linspace(-1, 1, 14).view(7, 2)
-
-
-def plain(duo: Duo) -> nn.Sequential:
-    return nn.Sequential(*(Layer.__deepcopy__(layer, {}) for layer in duo.layers))
+        made.close()
 
 
 def test_the_second_model_begins_before_the_first_has_ended(duo: Duo) -> None:
-    want = torch.cat([plain(duo)(piece) for piece in X.tensor_split(COUNT)])
+    want = torch.cat([duo.plain()(piece) for piece in X.tensor_split(COUNT)])
     with torch.no_grad(), duo.last_microbatch_held():
         packed = duo.front(X, roundpipe_run_config=PACKED)
         assert isinstance(packed, RoundPipePackedData)
@@ -115,13 +46,9 @@ def test_the_second_model_begins_before_the_first_has_ended(duo: Duo) -> None:
     assert not packed.in_flight
 
 
-def loss_of(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return ((output - label) ** 2).sum()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_flow_back_through_a_chain_that_did_not_wait(duo: Duo, fused: bool) -> None:
-    model, label = plain(duo), X.flip(0)
+    model, label = duo.plain(), X.flip(0)
     want_x, x = X.clone().requires_grad_(), X.clone().requires_grad_()
     pieces = zip(want_x.tensor_split(COUNT), label.tensor_split(COUNT), strict=True)
     losses = [loss_of(model(piece), part) for piece, part in pieces]
@@ -159,7 +86,7 @@ def test_a_chain_of_three_waits_for_nobody_until_its_end() -> None:
         duo.layers.append(Layer())
         third = RoundPipe(nn.Sequential(duo.layers[2]), devices=pool, name="third",
                           model_run_config=one_stage())  # fmt: skip
-        want = torch.cat([plain(duo)(piece) for piece in X.tensor_split(COUNT)])
+        want = torch.cat([duo.plain()(piece) for piece in X.tensor_split(COUNT)])
         with pool.hold(Stream.INWARD, device=0, after=COUNT - 1) as hold:
             results: list[bool] = []
 
@@ -219,5 +146,4 @@ def test_whoever_looks_at_packed_data_waits(look: str) -> None:
             assert not packed.in_flight
             helper.join()
         assert before[0] < COUNT
-        duo.front.close()
-        duo.back.close()
+        duo.close()
