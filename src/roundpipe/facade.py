@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,6 +14,9 @@ from .parameters import ParameterStore
 from .stepping import masters_visible
 
 Self = TypeVar("Self", bound="WrappedModel")
+
+# Methods of models of transformers and PEFT that write the parameters to files.
+_SAVING = ("save_pretrained", "push_to_hub")
 
 
 class WrappedModel(nn.Module):
@@ -48,7 +52,16 @@ class WrappedModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if "model" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._target, name)
+        value = getattr(self._target, name)
+        return self._after_synchronize(value) if name in _SAVING else value
+
+    def _after_synchronize(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.synchronize()
+            return method(*args, **kwargs)
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._OWN:

@@ -16,7 +16,7 @@ from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
 from roundpipe.hf.batch_loss import LossRule, learn_loss
 from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output, refuse_collecting
 from roundpipe.hf.check import check_cut, check_output
-from roundpipe.hf.example import default_example, takes_use_cache, text_config
+from roundpipe.hf.example import default_examples, takes_use_cache, text_config
 from roundpipe.hf.layer import LayerPiece
 from roundpipe.hf.learn import learn_tail
 from roundpipe.hf.prefix import PrefixPiece
@@ -65,7 +65,8 @@ def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> Cut
     Args:
         model: a model of transformers, or a PEFT model around one, on one device.
         example: keyword arguments of a small batch with all arguments that later calls will have.
-            Without it, token ids with an attention mask, and labels where the model takes them.
+            Without it, token ids with an attention mask, or images, and labels where the model
+            takes them.
 
     Returns:
         The layers; see :class:`CutModel`.
@@ -75,11 +76,9 @@ def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> Cut
         InvalidTypeError: ``model`` is no module.
     """
     refuse_at_sight(model)
-    kwargs = dict(default_example(model) if example is None else example)
+    examples = default_examples(model) if example is None else [example]
     no_cache = takes_use_cache(model)
-    if no_cache:
-        kwargs["use_cache"] = False
-    probe, kwargs = _probe(model, kwargs)
+    probe, kwargs = _probe_first(model, [dict(given) for given in examples], no_cache)
     whole: frozenset[str] = frozenset()
     while True:
         analysis = analyse(model, probe, whole)
@@ -139,6 +138,21 @@ def is_cuttable(model: nn.Module) -> bool:
     base = getattr(model, "get_base_model", None)
     inner = base() if callable(base) else model
     return private.is_pretrained(inner) and bool(candidate_lists(model))
+
+
+def _probe_first(
+    model: nn.Module, examples: list[dict[str, Any]], no_cache: bool
+) -> tuple[Probe, dict[str, Any]]:
+    """Watch a forward on the first example that the model takes."""
+    failures: list[Exception] = []
+    for kwargs in examples:
+        if no_cache:
+            kwargs["use_cache"] = False
+        try:
+            return _probe(model, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised below, if no example does
+            failures.append(error)
+    raise failures[0]
 
 
 def _probe(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Probe, dict[str, Any]]:

@@ -16,17 +16,50 @@ from roundpipe.hf.skeleton import first_device
 _ROWS, _LENGTH, _PADDING = 2, 7, 2
 
 
-def default_example(model: nn.Module) -> dict[str, Any]:
-    """Token ids with one padded row, and labels, as far as the model's forward takes them."""
+def default_examples(model: nn.Module) -> list[dict[str, Any]]:
+    """Small batches that the model's forward may take; the likeliest first.
+
+    Token ids with one padded row, or images where it takes only those; labels of a language model,
+    else of a classifier, else none.
+    """
     names = forward_parameters(model)
     device = first_device((), model)
+    inputs = _tokens(model)
+    image = _image(model) if "pixel_values" in names else None
+    if image is not None and getattr(model, "main_input_name", "") == "pixel_values":
+        inputs = {"pixel_values": image}
+    labels: list[torch.Tensor | None] = [torch.zeros(_ROWS, dtype=torch.long), None]
+    if "input_ids" in inputs:
+        ids = inputs["input_ids"]
+        per_token = [ids.masked_fill(inputs["attention_mask"] == 0, -100), torch.zeros_like(ids)]
+        labels = [*per_token, *labels]
+    if "labels" not in names:
+        labels = [None]
+    batches = [{**inputs, "labels": value} for value in labels]
+    return [
+        {k: v.to(device) for k, v in batch.items() if k in names and v is not None}
+        for batch in batches
+    ]
+
+
+def _tokens(model: nn.Module) -> dict[str, torch.Tensor]:
     high = max(2, min(_vocabulary(model), 100))
     ids = (torch.arange(_ROWS * _LENGTH).reshape(_ROWS, _LENGTH) * 7 + 3) % high
     mask = torch.ones_like(ids)
     mask[-1, -_PADDING:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: value.to(device) for name, value in batch.items() if name in names}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _image(model: nn.Module) -> torch.Tensor | None:
+    """Images of the size that the config names, if it names one."""
+    config: Any = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+    sides = (size, size) if isinstance(size, int) else tuple(size or ())
+    if len(sides) != 2:
+        return None
+    return torch.linspace(-1, 1, _ROWS * channels * sides[0] * sides[1]).view(
+        _ROWS, channels, *sides
+    )
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -48,7 +81,7 @@ def text_config(model: nn.Module) -> Any:
     """The config of the language model in it, where there is one."""
     config = getattr(model, "config", None)
     try:
-        return config.gettext_config()  # type: ignore[union-attr]
+        return config.get_text_config()  # type: ignore[union-attr]
     except (AttributeError, ValueError):  # musicgen has two
         return config
 

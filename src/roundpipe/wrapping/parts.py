@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 
 from roundpipe.calls import Call
 from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import InvalidValueError
+from roundpipe.microbatch.tree import flatten
 from roundpipe.pipeline import RoundPipe
 from roundpipe.stepping import Stepper
 from roundpipe.wrapping.group_store import GroupStore
@@ -28,6 +31,8 @@ class Part(RoundPipe):
             group: what to drop gradients of after a failure.
         """
         self.__dict__.update(_stepper=stepper, _group=group)
+        # What reaches a part need not have the batch's rows, and nobody chose the number for it.
+        self._warned.add("fewer rows")
 
     @contextlib.contextmanager
     def _effects(self, call: Call) -> Iterator[None]:
@@ -117,10 +122,23 @@ class PartCall(StandIn):
             kwargs: keyword arguments.
             packed: whether to leave the output in microbatches, for the next part.
         """
+        self._refuse_cache(args, kwargs)
         config = self.__dict__["_current"].config
         if packed:
             config = replace(config, merge_output=False)
         return self.__dict__["_pipe"].forward(*args, roundpipe_run_config=config, **kwargs)
+
+    def _refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pipe: Part = self.__dict__["_pipe"]
+        if "transformers" not in sys.modules or pipe.model_run_config.num_microbatch == 1:
+            return
+        from roundpipe.hf.private import is_cache
+
+        if any(is_cache(leaf) for leaf in flatten((args, kwargs))[0]):
+            raise InvalidValueError(
+                f"{pipe.name} is given a cache, which all microbatches would fill at once; pass "
+                "use_cache=False, or num_microbatch=1 in the model's run config"
+            )
 
     def hands_on_to(self, other: PartCall) -> bool:
         """Whether the other part can take the output in microbatches, as they are."""
