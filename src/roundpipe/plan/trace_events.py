@@ -105,18 +105,18 @@ def _flows(
     timeline: Timeline, spans: list[Span], pid: int, rows: dict[str, int]
 ) -> Iterator[Event]:
     """A line through the middles of a microbatch's stages, for each microbatch of each call."""
-    ways: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    ways: dict[tuple[int, int, int], list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind in COMPUTE:
-            ways[span.call, span.microbatch].append(span)
-    for (call, microbatch), way in ways.items():
+            ways[span.iteration, span.call, span.microbatch].append(span)
+    for place, way in ways.items():
         for index, span in enumerate(way if len(way) > 1 else ()):
             middle = (span.begin_ms + span.end_ms) / 2 - timeline.begin_ms
             event: Event = {
                 "name": "microbatch",
                 "cat": "microbatch",
                 "ph": "s" if index == 0 else "f" if index == len(way) - 1 else "t",
-                "id": f"{pid}.{call}.{microbatch}",
+                "id": ".".join(map(str, (pid, *place))),
                 "ts": middle * _US,
                 "pid": pid,
                 "tid": rows[_row(timeline, span)],

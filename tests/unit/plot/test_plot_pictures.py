@@ -19,7 +19,7 @@ from roundpipe.plan import (
     Workload,
     simulate,
 )
-from roundpipe.plot import plot_account, plot_timeline, save_picture
+from roundpipe.plot import plot_account, plot_overlay, plot_timeline, save_picture
 
 PNG = b"\x89PNG"
 
@@ -52,6 +52,39 @@ def test_two_timelines_share_one_time_axis() -> None:
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()
     assert [axis.get_title(loc="left") for axis in (first, second)] == ["simulated", "measured"]
+
+
+def test_predicted_and_measured_lie_over_each_other_on_one_axis(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = plot_overlay(simulation().timeline, simulation("measured").timeline)
+
+    save_picture(figure, tmp_path / "overlay.png")
+
+    (axis,) = figure.axes
+    rows = {label.get_text(): label.get_position()[1] for label in axis.get_yticklabels()}
+    groups = ("gpu:0", "gpu:1", "transfers", "step")
+    assert list(rows) == [
+        *(f"{group} predicted" for group in groups), *(f"{group} measured" for group in groups),
+    ]  # fmt: skip
+    for group in groups:
+        assert 0 < rows[f"{group} measured"] - rows[f"{group} predicted"] < 1
+    assert (tmp_path / "overlay.png").read_bytes().startswith(PNG)
+
+
+def test_rows_that_neither_has_are_left_out_of_an_overlay() -> None:
+    pytest.importorskip("matplotlib")
+    workload = Workload(LayerCosts((LayerCost(2.0, 4.0),) * 4), Machine.uniform(2), 3)
+    timeline = simulate(workload, StagePlan([range(2)], [range(2, 4), range(2)])).timeline
+
+    (axis,) = plot_overlay(timeline, timeline).axes
+
+    assert len(axis.get_yticklabels()) == 4
+
+
+def test_an_overlay_is_of_one_machine() -> None:
+    timeline = simulation().timeline
+    with pytest.raises(InvalidValueError, match="predicted for 2 devices, measured on 1; expected"):
+        plot_overlay(timeline, Timeline(("a",), timeline.spans))
 
 
 def test_accounts_are_bars_with_their_totals(tmp_path: Path) -> None:
