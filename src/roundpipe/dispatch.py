@@ -326,6 +326,7 @@ class _DeviceRun:
             run.scope.check()
             chain = call.chains[index]
             if chain.entry is not None:
+                self._at_upload()
                 self._place.microbatch = index
                 chain.entry.arrive(who, run.scope, run.engine.pool)
             self._notes.begin(index)

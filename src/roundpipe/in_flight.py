@@ -132,15 +132,21 @@ class InFlightCall:
         with contextlib.suppress(Exception):
             self.settle()
 
-    def end(self, error: BaseException) -> None:
-        """Nobody wants its outputs any more because of ``error``, a Ctrl-C."""
-        if not self.settled:
+    def settle_after(self, error: BaseException) -> None:
+        """Settle because a call that got its outputs failed with ``error``, soon to be raised.
+
+        If it is this call's own failure, all notes are on it then. A Ctrl-C ends this call, too.
+        """
+        if not self.settled and not isinstance(error, Exception):
             self.run.end(error)
+        told = self._told
         try:
             self.settle()
-        except BaseException as raised:
-            if raised is not error and not isinstance(raised, Exception):
-                raise  # another Ctrl-C
+        except BaseException as own:
+            if own is not error:
+                self._told = told
+                if not isinstance(own, Exception):
+                    raise  # another Ctrl-C
 
     def wait_over(self) -> None:
         """Until the devices are done with it; it does not settle yet."""
@@ -185,14 +191,8 @@ class InFlightCall:
 
     def _fail(self, error: BaseException) -> None:
         self.run.end(error)
-        if isinstance(error, Exception):
-            # Also those that failed: their notes must be on the error before it is raised.
-            for call in self.upstream:
-                if call.run.scope.error is not None:
-                    call.settle_quietly()
-        else:
-            for call in self.upstream:
-                call.end(error)
+        for call in self.upstream:
+            call.settle_after(error)
         if self.call.keeps_grad and self.run.engine.store.drop_gradients():
             add_where(error, Where(model=self.run.engine.name), DROPPED)
         self._error = error
@@ -343,13 +343,24 @@ class _Piece(Arrival):
         scope.check()
 
     def take(self, pool: DevicePool) -> Any:
-        value = self._outputs.hand(self._leaf, self._microbatch)
+        try:
+            value = self._outputs.hand(self._leaf, self._microbatch)
+        except InvalidValueError as error:
+            self._outputs.flight.run.scope.fail(error)  # it is that call which has failed
+            raise
         if not isinstance(value, Value):
             return value
         engine = self._outputs.flight.run.engine
         if engine.pool is not pool:
             # Their streams may be of different kinds, which cannot wait for each other.
-            value.home()
+            try:
+                value.home()
+            except BaseException as error:
+                stage, device = value.origin or (None, None)
+                place = Where(engine.name, None, stage, self._microbatch, "download", device)
+                add_where(error, place)
+                self._outputs.flight.run.scope.fail(error)
+                raise
         if self._rows is not None and value.shape is not None and value.shape[0] != self._rows:
             raise InvalidValueError(
                 f"packed data of {engine.name} were still in flight, and microbatch "
@@ -383,10 +394,7 @@ def fed_by(call: Call, scope: Scope) -> Iterator[None]:
         _take_sources(call)
     except BaseException as error:
         for flight in upstream:
-            if not isinstance(error, Exception):
-                flight.end(error)
-            elif flight.run.scope.error is not None:
-                flight.settle_quietly()  # its notes are on the error now
+            flight.settle_after(error)
         raise
 
 

@@ -81,10 +81,11 @@ class Duo:
 
     def hold_last(self) -> Hold:
         """Keeps the front model's last microbatch on its way to the device, until released."""
+        self.pool.cursor = 0
         return self.pool.hold(Stream.INWARD, device=0, after=COUNT - 1)
 
     @contextlib.contextmanager
-    def held_until(self, happened: Callable[[], Any]) -> Iterator[None]:
+    def held_until(self, happened: Callable[[], Any]) -> Iterator[Hold]:
         """The last microbatch is held until a helper has seen ``happened`` return."""
         with self.hold_last() as hold:
 
@@ -94,9 +95,8 @@ class Duo:
 
             helper = threading.Thread(target=let_go)
             helper.start()
-            yield
+            yield hold
             helper.join()
-            assert hold.is_reached
 
     @contextlib.contextmanager
     def last_microbatch_held(self) -> Iterator[None]:
@@ -105,8 +105,9 @@ class Duo:
         def second_model_runs() -> None:
             self.overlapped = self.layers[1].arrived.wait(PATIENCE_S)
 
-        with self.held_until(second_model_runs):
+        with self.held_until(second_model_runs) as hold:
             yield
+        assert hold.is_reached
 
     def close(self) -> None:
         self.front.close()
