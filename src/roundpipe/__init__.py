@@ -6,6 +6,7 @@ from roundpipe.facade import OptimizerCtx
 from roundpipe.grad_scaler import GradScaler
 from roundpipe.pipeline import RoundPipe
 from roundpipe.plan import ModelExecutePlan
+from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.wrapping import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
@@ -17,5 +18,8 @@ __all__ = [
     "RoundPipe",
     "RoundPipeError",
     "RoundPipeRunConfig",
+    "doing_recompute",
+    "get_recompute_data",
+    "save_for_recompute",
     "wrap_model_to_roundpipe",
 ]

@@ -12,7 +12,7 @@ from .calls import BufferHistory, Call, Chain, StageTask
 from .devices.base import Device
 from .errors import StateError
 from .habits import LayerHabits, contents, written_since
-from .parameters import LayerRecord
+from .records import LayerRecord
 from .replicas import BufferName, LayerOnDevice
 from .stage_state import version_of
 from .stage_weights import StageWeights

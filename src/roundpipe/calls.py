@@ -88,6 +88,7 @@ class Chain:
         index: the microbatch.
         borders: the state in front of layer i, where known; ``borders[num_layers]`` is the output.
         label: the label's state.
+        kept: for each layer that saved data for its recompute, the data.
         sources: the caller's tensors that shall receive gradients, with their values.
         weight: factor on the loss (``loss_reduction="mean"``).
         losses: what the loss function returned, in order.
@@ -99,6 +100,7 @@ class Chain:
     index: int
     borders: dict[int, Border]
     label: Border
+    kept: dict[int, Border] = field(default_factory=dict)
     sources: list[tuple[torch.Tensor, Value]] = field(default_factory=list)
     weight: float | None = None
     losses: list[Value] = field(default_factory=list)
@@ -124,6 +126,8 @@ class Call:
         loss_fn: loss function of a fused call.
         return_outputs: whether a fused call hands the outputs back.
         histories: for each layer whose forward changed buffers, what they held.
+        gradients_of_parameters: whether backward is for the parameters, too, and not only for the
+            inputs (``torch.autograd.grad``).
         keeps_borders: whether backward leaves everything in place for another backward.
     """
 
@@ -139,6 +143,7 @@ class Call:
     loss_fn: LossFunction | None = None
     return_outputs: bool = False
     histories: dict[int, BufferHistory] = field(default_factory=dict)
+    gradients_of_parameters: bool = True
     keeps_borders: bool = False
 
     @property

@@ -5,9 +5,10 @@ Each name has one test in ``tests/unit/test_compat.py``, so that a torch upgrade
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -36,6 +37,28 @@ def recompile_like(compiled: nn.Module, inner: nn.Module) -> nn.Module:
 
     result: nn.Module = OptimizedModule(inner, compiled.dynamo_ctx)  # type: ignore[arg-type]
     return result
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` or ``module.compile()`` made it."""
+    by_method = module.__dict__.get("_compiled_call_impl") is not None
+    return by_method or compiled_module_of(module) is not None
+
+
+def compile_call_like(compiled: nn.Module, replica: nn.Module) -> None:
+    """If ``compiled.compile(...)`` was called, compile ``replica`` with the same options.
+
+    The compiled call that the attribute holds is bound to the module that it was made for. Where
+    its options cannot be found the replica is run eagerly.
+    """
+    call = compiled.__dict__.get("_compiled_call_impl")
+    if call is None:
+        return
+    names = getattr(getattr(call, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(call, "__closure__", None) or (), strict=False))
+    context = cells["self"].cell_contents if "self" in cells else None
+    inner = replica._call_impl
+    replica.__dict__["_compiled_call_impl"] = context(inner) if callable(context) else None
 
 
 def grad_dtype_is_settable() -> bool:
@@ -196,3 +219,26 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     ]
     return any(len(of_one_kind) > 0 for of_one_kind in hooks)
+
+
+def compiled_graphs() -> int:
+    """How many graphs ``torch.compile`` has made in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def watch_random_operators() -> Iterator[list[str]]:
+    """A scope that notes the operators which draw random numbers in it.
+
+    It holds for the calling thread and for backward that it runs.
+    """
+    drawn: list[str] = []
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()):
+            drawn.append(str(operator))
+        return operator(*args, **kwargs)
+
+    with watch_operators(run):
+        yield drawn

@@ -11,7 +11,6 @@ plain loop, and the recomputed numbers are the first forward's, bitwise.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,8 +22,9 @@ from .costs import RunNotes
 from .devices.base import Device
 from .errors import InvalidTypeError, InvalidValueError, StateError
 from .habits import LayerHabits
+from .layer_run import LayerRunner
 from .microbatch.tree import flatten, unflatten
-from .random_state import LayerRandomness, layer_seed
+from .random_state import LayerRandomness
 from .stage_state import Place, State, StateGate
 from .stage_weights import StageWeights
 from .transfer import Border, Value
@@ -49,13 +49,13 @@ class StageCompute:
         self._call = call
         self._task = task
         self._device = device
-        self._weights = weights
-        self._randomness = randomness
         self._place = place
-        self._check = check  # raises if the run is over: between layers is where it can end
         self._notes = notes
-        self._gate = StateGate(task, device, weights, place, keep)
-        self._buffers = BufferWatch(call, task, device, weights, self._gate.fetch, habits)
+        gate = self._gate = StateGate(task, device, weights, place, keep)
+        buffers = BufferWatch(call, task, device, weights, gate.fetch, habits)
+        self._layers = LayerRunner(
+            call, task, device, weights, randomness, place, check, notes, gate, buffers
+        )
 
     def run(self, chain: Chain) -> None:
         """Everything the task does with one microbatch."""
@@ -82,7 +82,7 @@ class StageCompute:
             state = self._gate.enter(chain.borders[layers[0]])
             self._notes.entered()
             for index in layers:
-                output = self._run_watched(index, chain, state)
+                output = self._layers.first(index, chain, state)
                 saved = index + 1 in call.saved
                 if index == last or saved:
                     chain.borders[index + 1] = self._gate.leave(
@@ -102,16 +102,14 @@ class StageCompute:
             self._notes.entered()
             output: Any = None
             for index in layers:
-                output = self._run_watched(index, chain, state)
+                output = self._layers.first(index, chain, state)
                 state.tree = output
             if self._call.return_outputs:
                 chain.output = self._gate.leave(output, State(None), chain, True, True)
             losses = self._losses(chain, output)
         del output, state.tree
         self._place.phase = "backward"
-        self._notes.backward()
-        torch.autograd.backward(losses)
-        self._notes.backward_ended()
+        self._layers.backward(layers, losses)
         del losses
         self._hand_back(state, chain, layers[0])
 
@@ -122,10 +120,11 @@ class StageCompute:
             for leaf in chain.label.leaves
         ]
         label = unflatten(chain.label.structure, leaves)
-        if self._call.loss_fn is None:
+        loss_fn = self._call.loss_fn
+        if loss_fn is None:
             raise RuntimeError("a fused call without a loss function")
         begin = self._notes.now()
-        result = self._call.loss_fn(output, label)
+        result = self._layers.run_loss(chain, lambda: loss_fn(output, label))
         self._notes.ran_loss(begin)
         chain.losses_are_sequence = isinstance(result, list | tuple)
         losses = list(result) if chain.losses_are_sequence else [result]
@@ -154,20 +153,22 @@ class StageCompute:
                 state = self._gate.enter(chain.borders[layers[0]])
                 self._notes.entered()
                 for index in layers:
-                    self._buffers.rewind(index, chain)
-                    state.tree = self._run_layer(index, chain, state)
+                    state.tree = self._layers.again(index, chain, state)
             recompute_end = self._notes.now()
             roots, grads = self._roots(border, state)
             self._notes.recomputed(recompute_end)
             del state.tree
             self._place.phase = "backward"
-            self._notes.backward()
-            torch.autograd.backward(roots, grads)
-            self._notes.backward_ended()
+            if self._call.gradients_of_parameters:
+                self._layers.backward(layers, roots, grads)
+            elif state.leaves:
+                self._layers.backward(layers, roots, grads, state.leaves)
             del roots, grads
             self._hand_back(state, chain, layers[0])
         if not self._call.keeps_borders:
             chain.borders.pop(layers[-1] + 1)
+            for index in layers:
+                chain.kept.pop(index, None)
 
     def _roots(self, border: Border, state: State) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Recomputed outputs whose gradient is known, and the gradients."""
@@ -202,63 +203,6 @@ class StageCompute:
                 self._gate.send_on(value.grad, grad, False, here)
         state.gradients.clear()
         self._gate.keep_for_below(state, chain, first)
-
-    # --- one layer ---------------------------------------------------------------------------
-
-    def _run_watched(self, index: int, chain: Chain, state: State) -> Any:
-        """A layer's first forward on the microbatch, which may change its buffers."""
-        with self._buffers.watching(index, chain):
-            return self._run_layer(index, chain, state)
-
-    def _run_layer(self, index: int, chain: Chain, state: State) -> Any:
-        self._check()
-        self._place.layer = index
-        layer = self._weights.layers[index].module
-        if index == 0:
-            args, kwargs = state.tree
-        else:
-            args, kwargs = (state.tree,), {}
-        call = self._call
-        if not call.config.preserve_rng_state:
-            output = self._call_layer(index, args, kwargs)
-        else:
-            seed = layer_seed(call.seed, chain.index, index)
-            key = (index, layer.training, torch.is_grad_enabled())
-            # Between seeding and drawing, another logical device of the same accelerator would take
-            # this layer's numbers.
-            with self._device.random_lock or contextlib.nullcontext():
-                self._device.seed(seed)
-                output = self._randomness.run(
-                    key, seed, lambda: self._call_layer(index, args, kwargs)
-                )
-        if self._task.phase is not Phase.FORWARD:
-            self._mark(index, output)
-        return output
-
-    def _call_layer(self, index: int, args: Any, kwargs: Any) -> Any:
-        notes = self._notes
-        held_bytes = notes.held_bytes() if notes.wants_sizes else 0
-        begin = notes.now()
-        output = self._weights.layers[index].module(*args, **kwargs)
-        notes.ran(index, begin)
-        if notes.wants_sizes:
-            notes.sizes(index, (args, kwargs), output, notes.held_bytes() - held_bytes)
-        return output
-
-    def _mark(self, index: int, output: Any) -> None:
-        """When backward reaches the layer's output, the worker is in that layer."""
-        leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
-        marked = next((x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad), None)
-        if marked is None:
-            return
-
-        def arrive(_grad: torch.Tensor) -> None:
-            self._check()
-            self._place.layer = index
-            self._notes.reached(index)
-
-        self._notes.marked(index)
-        marked.register_hook(arrive)
 
 
 def _check_loss(loss: Any) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from .compat import compiled_graphs, watch_random_operators
 from .trace import logger
 
 _MASK = (1 << 64) - 1
 
 # Guards torch.default_generator, which is one per process, so it is one per process, too.
 _DEFAULT_GENERATOR_LOCK = threading.Lock()
+
+BACKWARD = 0x5851F42D4C957F2D  # tells the seeds of backward from those of forward
 
 LayerKey = tuple[int, bool, bool]  # (layer, training, gradients enabled)
 
@@ -45,15 +48,27 @@ class LayerRandomness:
     """What is known about the layers of one model, and the seeded running of one."""
 
     def __init__(self) -> None:
-        self._quiet: set[LayerKey] = set()
-        self._drawing: set[LayerKey] = set()
+        self._quiet: set[Hashable] = set()
+        self._drawing: set[Hashable] = set()
 
     def forget(self) -> None:
         """Watch every layer anew."""
         self._quiet.clear()
 
-    def run(self, key: LayerKey, seed: int, function: Callable[[], Any]) -> Any:
-        """Call ``function`` with the CPU generator seeded, if it draws from it."""
+    def run(
+        self, layer: LayerKey, seed: int, function: Callable[[], Any], variant: object = None
+    ) -> Any:
+        """Call ``function`` with the CPU generator seeded, if it draws from it.
+
+        Args:
+            layer: who runs, and in which modes.
+            seed: for the generator.
+            function: runs it.
+            variant: another variant is watched anew. A compiler saves the generator's state before
+                it compiles and puts it back afterwards; unwatched, it would put back what another
+                thread's layer was about to draw from.
+        """
+        key: Hashable = layer if variant is None else (layer, variant)
         if key in self._quiet:
             return function()
         # Another thread's layer between seeding and drawing would take this layer's numbers.
@@ -64,7 +79,7 @@ class LayerRandomness:
                 return self._run_seeded(key, seed, function)
         return function()
 
-    def _run_seeded(self, key: LayerKey, seed: int, function: Callable[[], Any]) -> Any:
+    def _run_seeded(self, key: Hashable, seed: int, function: Callable[[], Any]) -> Any:
         generator = torch.default_generator
         before = generator.get_state()
         generator.manual_seed(seed)
@@ -79,6 +94,42 @@ class LayerRandomness:
         finally:
             generator.set_state(before)
 
+    def may_draw(self, layers: tuple[LayerKey, ...]) -> bool:
+        """Whether backward through the layers draws, or has not been watched yet."""
+        return layers not in self._quiet
+
+    def run_backward(self, layers: tuple[LayerKey, ...], function: Callable[[bool], None]) -> None:
+        """Run a backward through ``layers``, alone if it draws from the CPU generator.
+
+        A layer that runs again within backward (``torch.utils.checkpoint``) sets the generator to
+        where its forward began, draws, and sets it back: its state tells nothing. So operators are
+        watched, the first time.
+
+        Args:
+            layers: the layers it goes through.
+            function: runs it; told whether it draws, or may.
+        """
+        if layers in self._quiet:
+            function(False)
+            return
+        with _DEFAULT_GENERATOR_LOCK:
+            generator = torch.default_generator
+            before = generator.get_state()
+            try:
+                if layers in self._drawing:
+                    function(True)
+                    return
+                with watch_random_operators() as drawing:
+                    function(True)
+                if drawing:
+                    self._drawing.add(layers)
+                    # The caller must not draw beside them (see `known_quiet`).
+                    self._quiet.difference_update(layers)
+                else:
+                    self._quiet.add(layers)
+            finally:
+                generator.set_state(before)
+
     def known_quiet(self, keys: Iterable[LayerKey]) -> bool:
         """Whether none of the layers touches the CPU generator: the caller may draw beside them."""
         return all(key in self._quiet for key in keys)
@@ -86,11 +137,13 @@ class LayerRandomness:
     @contextlib.contextmanager
     def watch_call(self, model_name: str) -> Iterator[None]:
         """Entered around a run: notice a layer that drew although it never had before."""
-        before = torch.default_generator.get_state()
+        before, compiled = torch.default_generator.get_state(), compiled_graphs()
         yield
         if not torch.equal(before, torch.default_generator.get_state()):
             self.forget()
             torch.default_generator.set_state(before)
+            if compiled != compiled_graphs():
+                return  # it was the compiler, which saves and restores the generator's state
             logger.warning(
                 "a layer of %s drew random numbers for the first time since it was last watched; "
                 "in this call they depend on timing. Call model.train() or model.eval() after "

@@ -7,6 +7,7 @@ Everything else is shared by reference: hooks, configuration, plain Python state
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compat import compiled_module_of, recompile_like
+from .compat import compile_call_like, compiled_module_of, is_compiled, recompile_like
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -35,6 +36,11 @@ class LayerOnDevice:
         self.module = replica
         # A place for a buffer may be empty at first, and filled by a forward.
         self._holders = _holders_of_buffers(replica)
+
+    @functools.cached_property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` is at work in it."""
+        return any(is_compiled(module) for module in self.original.modules())
 
     @property
     def has_buffers(self) -> bool:
@@ -124,6 +130,7 @@ def _copy_tree(
     state["_modules"] = children
     # Not through setattr: Module.__setattr__ would try to register what it is given.
     replica.__dict__.update(state)
+    compile_call_like(module, replica)
     return replica
 
 

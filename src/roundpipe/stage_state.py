@@ -90,6 +90,7 @@ class State:
     Attributes:
         tree: the argument, or for layer 0 ``(args, kwargs)``.
         given: the tensors in it, by identity.
+        leaves: leaves below the tensors that receive gradients.
         wanting: values of the tensors that receive gradients.
         gradients: the gradients, once backward is through.
         made: outputs of the layer that became values already.
@@ -97,6 +98,7 @@ class State:
 
     tree: Any
     given: dict[int, Given] = field(default_factory=dict)
+    leaves: list[torch.Tensor] = field(default_factory=list)
     wanting: list[Value] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     made: dict[int, tuple[torch.Tensor, Value]] = field(default_factory=dict)
@@ -151,8 +153,8 @@ class StateGate:
         if torch.is_grad_enabled():
             state.wanting = [value for value in border.values() if value.requires_grad]
             if state.wanting:
-                leaves = [raw[id(value)].detach().requires_grad_() for value in state.wanting]
-                cut = _Cut.apply(state.gradients, *leaves)
+                state.leaves = [raw[id(v)].detach().requires_grad_() for v in state.wanting]
+                cut = _Cut.apply(state.gradients, *state.leaves)
                 tensors.update(
                     (id(v), tensor) for v, tensor in zip(state.wanting, cut, strict=True)
                 )
@@ -237,6 +239,23 @@ class StateGate:
         if kept:
             value.keep(device, tensor)
             self._keep(value)
+
+    def keep_data(self, data: tuple[Any, ...]) -> Border:
+        """What a layer saves for its recompute, on its way home, as it is now."""
+        leaves, structure = flatten(data)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[position] = value = Value()
+                copy = leaf.detach().clone()
+                self._device.account(copy, Category.ACTIVATIONS)
+                value.bring_home(self._device, copy, self._task.label)
+        return Border(structure, leaves)
+
+    def load_data(self, border: Border) -> tuple[Any, ...]:
+        """The same on this task's device."""
+        leaves = [self.fetch(x) if isinstance(x, Value) else x for x in border.leaves]
+        data: tuple[Any, ...] = unflatten(border.structure, leaves)
+        return data
 
     def _hand_on(
         self, value: Value, raw: torch.Tensor, saved: bool, stage_end: bool, stays: bool

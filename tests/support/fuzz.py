@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import logging
 import pprint
 import random
 import warnings
@@ -313,6 +314,23 @@ class Pools:
         return self._pools[key]
 
 
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What roundpipe logs meanwhile."""
+    messages: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("roundpipe"), Collect(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def _tied_names(case: Case) -> set[str]:
     model = zoo.build_model(case.layers, case.dims, case.tokens, case.seed)
     names: dict[int, list[str]] = {}
@@ -337,7 +355,7 @@ def difference(case: Case, pools: Pools) -> str | None:
     pool = pools.get(case.devices, case.checked)
     device = pool.devices[0]
     threads = device.intraop_threads if isinstance(device, CpuDevice) else 1
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), logged() as complaints:
         # A plain loop over a layer that takes a gradient inside warns, too.
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         want, got = run_plain(case, threads), run_roundpipe(case, pool)
@@ -350,6 +368,8 @@ def difference(case: Case, pools: Pools) -> str | None:
         mine = got.tensors.get(name)
         if not _same(mine, theirs, TIED_TOLERANCE if name in tied else 0.0):
             return f"{name}: {mine} instead of {theirs}"
+    if complaints:
+        return f"logged: {complaints[0]}"
     reports = pool.reports() if isinstance(pool, CheckedPool) else []
     return "\n".join(reports) or None
 

@@ -194,3 +194,49 @@ def test_page_locking_asks_the_devices_runtime(
     assert compat.host_register(torch.ones(0), torch.device("cpu"))
     monkeypatch.setattr(torch, "get_device_module", lambda _device: object())
     assert not compat.host_register(tensor, torch.device("cpu"))
+
+
+def test_graphs_of_the_compiler_are_counted_and_a_compiled_call_follows_a_replica() -> None:
+    def backend(graph: Any, _inputs: Any) -> Any:
+        return graph.forward
+
+    class Double(torch.nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(factor))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    original, replica = Double(2.0), Double(3.0)
+    assert not compat.is_compiled(original)
+    compat.compile_call_like(original, replica)
+    assert not compat.is_compiled(replica)
+    original.compile(backend=backend)
+    replica.__dict__["_compiled_call_impl"] = original.__dict__["_compiled_call_impl"]
+    compat.compile_call_like(original, replica)
+    assert compat.is_compiled(original)
+    assert compat.is_compiled(replica)
+    before = compat.compiled_graphs()
+    assert replica(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert compat.compiled_graphs() == before + 1
+    torch._dynamo.reset()
+
+
+def test_operators_that_draw_are_seen_in_backward_too() -> None:
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad + torch.rand_like(grad)
+
+    x = torch.ones(1, requires_grad=True)
+    with compat.watch_random_operators() as drawn:
+        y: torch.Tensor = Noise.apply(x)
+        assert drawn == []
+        y.backward()
+    assert len(drawn) == 1
+    assert "rand_like" in drawn[0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from roundpipe.random_state import LayerRandomness, draw_call_seed, layer_seed
 
@@ -85,4 +87,88 @@ def test_a_layer_that_begins_to_draw_is_noticed_and_the_callers_numbers_are_kept
     caplog.clear()
     with randomness.watch_call("net"):
         randomness.run(KEY, 1, lambda: torch.rand(1))
+    assert caplog.text == ""
+
+
+STAGE = (KEY, (1, True, True))
+
+
+class _DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.rand(1)
+
+
+def test_backward_that_draws_is_found_and_leaves_the_generator_alone() -> None:
+    randomness = LayerRandomness()
+    x = torch.ones(1, requires_grad=True)
+    before = torch.default_generator.get_state()
+    told: list[bool] = []
+
+    def run(draws: bool) -> None:
+        told.append(draws)
+        y: torch.Tensor = _DrawsInBackward.apply(x)
+        y.backward()
+
+    for _ in range(2):
+        randomness.run_backward(STAGE, run)
+        assert torch.equal(torch.default_generator.get_state(), before)
+    assert told == [True, True]
+    assert randomness.may_draw(STAGE)
+
+
+def test_a_checkpoint_in_backward_counts_as_drawing_although_it_puts_the_generator_back() -> None:
+    randomness = LayerRandomness()
+    x = torch.ones(4, requires_grad=True)
+    randomness.run(KEY, 1, lambda: None)
+    assert randomness.known_quiet([KEY])
+
+    y: torch.Tensor = checkpoint(
+        lambda t: torch.nn.functional.dropout(t * 2) * 3, x, use_reentrant=False
+    )
+    randomness.run_backward(STAGE, lambda _: y.sum().backward())
+    assert randomness.may_draw(STAGE)
+    assert not randomness.known_quiet([KEY])  # the caller must not draw beside it
+
+
+def test_backward_that_draws_nothing_is_not_serialised() -> None:
+    randomness = LayerRandomness()
+    x = torch.ones(1, requires_grad=True)
+    told: list[bool] = []
+
+    def run(draws: bool) -> None:
+        told.append(draws)
+        (x * 2).backward()
+
+    for _ in range(2):
+        randomness.run_backward(STAGE, run)
+    assert told == [True, False]  # the first time it might have
+    assert not randomness.may_draw(STAGE)
+
+
+def test_a_variant_of_a_layer_is_watched_anew() -> None:
+    randomness = LayerRandomness()
+    randomness.run(KEY, 1, lambda: None, variant=(3,))
+    state = torch.default_generator.get_state()
+    assert torch.equal(
+        randomness.run(KEY, 1, torch.default_generator.get_state, variant=(3,)), state
+    )
+    watched = randomness.run(KEY, 1, torch.default_generator.get_state, variant=(2,))
+    assert not torch.equal(watched, state)
+
+
+def test_what_a_compiler_does_to_the_generator_is_put_right_without_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = iter([4, 5])
+    monkeypatch.setattr("roundpipe.random_state.compiled_graphs", lambda: next(graphs))
+    before = torch.default_generator.get_state()
+    with caplog.at_level(logging.WARNING, logger="roundpipe"):
+        with LayerRandomness().watch_call("net"):
+            torch.rand(1)
+    assert torch.equal(torch.default_generator.get_state(), before)
     assert caplog.text == ""

@@ -1,0 +1,174 @@
+"""Running one layer on one microbatch: random numbers, saved data, and where a worker is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .buffer_watch import BufferWatch
+from .calls import Call, Chain, Phase, StageTask
+from .costs import RunNotes
+from .devices.base import Device
+from .microbatch.tree import flatten
+from .random_state import BACKWARD, LayerKey, LayerRandomness, layer_seed
+from .recompute import LayerPass, enter_replay, running
+from .stage_state import Place, State, StateGate
+from .stage_weights import StageWeights
+
+
+class LayerRunner:
+    """Runs the layers of one stage task. Used by the device's worker only."""
+
+    def __init__(
+        self,
+        call: Call,
+        task: StageTask,
+        device: Device,
+        weights: StageWeights,
+        randomness: LayerRandomness,
+        place: Place,
+        check: Callable[[], None],
+        notes: RunNotes,
+        gate: StateGate,
+        buffers: BufferWatch,
+    ) -> None:
+        self._call = call
+        self._task = task
+        self._device = device
+        self._weights = weights
+        self._randomness = randomness
+        self._place = place
+        self._check = check  # raises if the run is over: between layers is where it can end
+        self._notes = notes
+        self._gate = gate
+        self._buffers = buffers
+        self._in_backward = self._seeds_backward = False
+
+    def first(self, index: int, chain: Chain, state: State) -> Any:
+        """A layer's first forward on the microbatch, which may change its buffers."""
+        keeps = self._call.keeps_grad and any(begin <= index for begin in self._call.saved)
+
+        def keep(data: tuple[Any, ...]) -> None:
+            chain.kept[index] = self._gate.keep_data(data)
+
+        # The fused stage is not recomputed.
+        wanted = keeps and self._task.phase is Phase.FORWARD
+        with self._buffers.watching(index, chain):
+            return self._run(index, chain, state, LayerPass(keep=keep if wanted else None))
+
+    def again(self, index: int, chain: Chain, state: State) -> Any:
+        """The layer's recompute on the microbatch."""
+        self._buffers.rewind(index, chain)
+
+        def load() -> tuple[Any, ...] | None:
+            border = chain.kept.get(index)
+            return None if border is None else self._gate.load_data(border)
+
+        return self._run(index, chain, state, LayerPass(load=load))
+
+    def backward(
+        self,
+        layers: range,
+        roots: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor] | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Backward through ``layers``, from ``roots``, to all parameters or to ``inputs`` only."""
+        self._notes.backward()
+
+        def run(draws: bool) -> None:
+            self._in_backward, self._seeds_backward = True, draws
+            try:
+                torch.autograd.backward(roots, grads, inputs=inputs)
+            finally:
+                self._in_backward = False
+                enter_replay(None)
+
+        if not self._call.config.preserve_rng_state:
+            run(False)
+        else:
+            keys = tuple((i, self._weights.layers[i].module.training, True) for i in layers)
+            # A layer that runs again within backward draws from the device's generator, too.
+            lock = self._device.random_lock if self._randomness.may_draw(keys) else None
+            with lock or contextlib.nullcontext():
+                self._randomness.run_backward(keys, run)
+        self._notes.backward_ended()
+
+    def run_loss(self, chain: Chain, loss_fn: Callable[[], Any]) -> Any:
+        """The loss function, which may draw random numbers like one more layer."""
+        if not self._call.config.preserve_rng_state:
+            return loss_fn()
+        behind = self._task.layers.stop
+        return self._draw((behind, True, True), chain, loss_fn)
+
+    def _run(self, index: int, chain: Chain, state: State, layer_pass: LayerPass) -> Any:
+        self._check()
+        self._place.layer = index
+        args, kwargs = state.tree if index == 0 else ((state.tree,), {})
+        with running(layer_pass):
+            if not self._call.config.preserve_rng_state:
+                output = self._call_layer(index, args, kwargs)
+            else:
+                layer = self._weights.layers[index]
+                key = (index, layer.module.training, torch.is_grad_enabled())
+                variant = _signature((args, kwargs)) if layer.is_compiled else None
+                output = self._draw(
+                    key, chain, lambda: self._call_layer(index, args, kwargs), variant
+                )
+        if self._task.phase is not Phase.FORWARD:
+            self._mark(index, chain, output, layer_pass)
+        return output
+
+    def _draw(
+        self, key: LayerKey, chain: Chain, function: Callable[[], Any], variant: object = None
+    ) -> Any:
+        seed = layer_seed(self._call.seed, chain.index, key[0])
+        # Between seeding and drawing, another logical device of the same accelerator would take
+        # this layer's numbers.
+        with self._device.random_lock or contextlib.nullcontext():
+            self._device.seed(seed)
+            return self._randomness.run(key, seed, function, variant)
+
+    def _call_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        notes = self._notes
+        held_bytes = notes.held_bytes() if notes.wants_sizes else 0
+        begin = notes.now()
+        output = self._weights.layers[index].module(*args, **kwargs)
+        notes.ran(index, begin)
+        if notes.wants_sizes:
+            notes.sizes(index, (args, kwargs), output, notes.held_bytes() - held_bytes)
+        return output
+
+    def _mark(self, index: int, chain: Chain, output: Any, layer_pass: LayerPass) -> None:
+        """When backward reaches the layer's output, the worker is in that layer."""
+        leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+        marked = next((x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad), None)
+        if marked is None:
+            return
+        replayed = layer_pass if layer_pass.asked else None
+
+        def arrive(_grad: torch.Tensor) -> None:
+            self._check()
+            if not self._in_backward:
+                return  # the next layer differentiates with respect to its input, in its forward
+            self._place.layer = index
+            self._notes.reached(index)
+            enter_replay(replayed)
+            if self._seeds_backward:
+                seed = layer_seed(self._call.seed ^ BACKWARD, chain.index, index)
+                self._device.seed(seed)
+                torch.default_generator.manual_seed(seed)
+
+        self._notes.marked(index)
+        marked.register_hook(arrive)
+
+
+def _signature(tree: Any) -> tuple[object, ...]:
+    """What a compiler looks at before it decides to compile once more."""
+    return tuple(
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else 0
+        for leaf in flatten(tree)[0]
+    )
