@@ -100,10 +100,16 @@ class Accelerator(Backend):
 
     def late(self, seed: int | None) -> AbstractContextManager[None]:
         """Within it kernels and copies take longer, at random; nothing where that cannot be had."""
-        if self._fake is None or seed is None:
+        if seed is None:
             return contextlib.nullcontext()
-        late: AbstractContextManager[None] = self._fake.latency(jitter_ms=0.3, seed=seed)
-        return late
+        return self.slow(jitter_ms=0.3, seed=seed)
+
+    def slow(self, **latency: float) -> AbstractContextManager[None]:
+        """Within it kernels and copies take that much longer; nothing where that cannot be had."""
+        if self._fake is None:
+            return contextlib.nullcontext()
+        slow: AbstractContextManager[None] = self._fake.latency(**latency)
+        return slow
 
 
 def with_accelerator(*cpu_kinds: T, accelerator: T) -> list[T]:
