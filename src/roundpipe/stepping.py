@@ -125,10 +125,9 @@ class FunctionStep:
         store.publish(submission.version, submission.declared)
         contributions = [c for _, group in submission.gradients for c in group]
         try:
-            for record, group in submission.gradients:
-                store.fold(record, group)
-            # A step function that frees the masters' gradients frees them all.
-            submission.gradients.clear()
+            while submission.gradients:
+                # Not in a loop's variable: what was copied into a master is freed at once.
+                store.fold(*submission.gradients.pop(0))
             contributions = [c for c in contributions if not c.is_released]
             self._step_fn()
         finally:

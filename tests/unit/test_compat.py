@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _python_dispatch, _pytree
 
 from roundpipe import compat
@@ -240,3 +243,42 @@ def test_operators_that_draw_are_seen_in_backward_too() -> None:
         y.backward()
     assert len(drawn) == 1
     assert "rand_like" in drawn[0]
+
+
+def test_a_gradient_may_have_any_dtype_once_it_was_allowed() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not compat.allows_any_grad_dtype(weight)
+    compat.allow_any_grad_dtype(weight)
+    if compat.grad_dtype_is_settable():
+        assert compat.allows_any_grad_dtype(weight)
+        weight.grad = torch.ones(2, dtype=torch.bfloat16)
+        weight.grad = torch.ones(2)
+
+
+def test_who_else_uses_a_tensors_memory() -> None:
+    tensor = torch.ones(3)
+    assert not compat.storage_is_shared(tensor)
+    same = tensor
+    assert not compat.storage_is_shared(same)
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = tensor.detach()
+    assert compat.storage_is_shared(tensor)
+    row = weight.grad[0]
+    weight.grad = None
+    assert compat.storage_is_shared(tensor)
+    del row
+    assert not compat.storage_is_shared(tensor)
+
+
+def test_hooks_of_an_optimizer_and_of_all_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not compat.has_step_hooks(optimizer)
+    with contextlib.ExitStack() as stack:
+        handle = optimizer.register_step_post_hook(lambda *_: None)
+        stack.callback(handle.remove)
+        assert compat.has_step_hooks(optimizer)
+    assert not compat.has_step_hooks(optimizer)
+    with contextlib.ExitStack() as stack:
+        handle = register_optimizer_step_pre_hook(lambda *_: None)
+        stack.callback(handle.remove)
+        assert compat.has_step_hooks(optimizer)
