@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from roundpipe.microbatch.equality import same_value
 from roundpipe.microbatch.nodes import is_block_mask_type
 from roundpipe.microbatch.sizes import spans
 
@@ -52,14 +53,34 @@ def join_masks(pieces: Sequence[Any]) -> Any:
         origin = getattr(piece.mask_mod, "unshifted", None)
         if rule is None or origin is not rule or piece.mask_mod.first_row != row:
             return None
-        row += piece.kv_num_blocks.shape[0]
+        row += _rows_of(piece)
     held = {}
     for name, value in vars(first).items():
         parts = [vars(piece)[name] for piece in pieces]
-        cut = any(part is not value for part in parts) and isinstance(value, torch.Tensor)
+        # The pieces may have been on devices since: then nothing in them is the same object.
+        cut = any(part is not value for part in parts) and all(
+            _has_rows(part, _rows_of(piece)) for part, piece in zip(parts, pieces, strict=True)
+        )
         held[name] = torch.cat(parts) if cut else value
     held["mask_mod"] = rule
     return _with(first, held)
+
+
+def same_mask(a: Any, b: Any) -> bool:
+    """Whether two masks are one: the same object, or made for every row, equal in all parts."""
+    if a is b:
+        return True
+    mine, theirs = vars(a), vars(b)
+    return (
+        type(a) is type(b)
+        and mask_rows(a) is None
+        and mine.keys() == theirs.keys()
+        and all(same_value(value, theirs[name]) for name, value in mine.items())
+    )
+
+
+def _rows_of(piece: Any) -> int:
+    return int(piece.kv_num_blocks.shape[0])
 
 
 def _has_rows(value: Any, rows: int | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.microbatch.block_mask import is_block_mask, join_masks
+from roundpipe.microbatch.block_mask import is_block_mask, join_masks, same_mask
 from roundpipe.microbatch.dtensor import is_dtensor, join_dtensors
 from roundpipe.microbatch.equality import same_value
 from roundpipe.microbatch.messages import shorten, warn_once
@@ -135,7 +135,7 @@ def _mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _join_others(values: Sequence[Any], rule: Rule, where: Where, manner: Manner) -> Any:
     if all(map(is_block_mask, values)):
-        same = all(value is values[0] for value in values)
+        same = all(same_mask(values[0], value) for value in values)
         joined = values[0] if same else join_masks(values)
         if joined is not None:
             return joined
