@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from .calls import BufferHistory, Call, Chain, StageTask
 from .devices.base import Device
 from .errors import StateError
 from .habits import LayerHabits, contents, written_since
+from .plan import ModelExecutePlan
 from .records import LayerRecord
 from .replicas import BufferName, LayerOnDevice
 from .stage_state import version_of
@@ -107,6 +109,30 @@ class BufferWatch:
             self._weights.layers[index].set_buffers(
                 {key: tensors[id(value)] for key, value in before.items()}
             )
+
+
+def on_one_device_with_buffers(
+    plan: ModelExecutePlan, layers: Sequence[LayerRecord], run_type: str
+) -> ModelExecutePlan:
+    """The plan without wide stages that run the forward of layers with buffers.
+
+    A layer that changes a buffer finds what it left there with the microbatch before, which ran on
+    another replica. Recompute gets its buffers from the histories, on any device.
+    """
+    if not plan.is_wide:
+        return plan
+    having = {
+        layer.index for layer in layers if any(module._buffers for module in layer.module.modules())
+    }
+
+    def narrow(stage: range, replicas: int) -> int:
+        return 1 if having.intersection(stage) else replicas
+
+    forward = list(map(narrow, plan.fwd_plan, plan.fwd_replicas))
+    backward = list(plan.bwd_replicas)
+    if run_type == "fused":
+        backward[0] = narrow(plan.bwd_plan[0], backward[0])
+    return replace(plan, fwd_replicas=forward, bwd_replicas=backward)
 
 
 def commit_buffers(call: Call, layers: Sequence[LayerRecord]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .arrivals import Entry
 from .autograd import Bridge
-from .buffer_watch import commit_buffers
+from .buffer_watch import commit_buffers, on_one_device_with_buffers
 from .calls import Call, Chain, LossFunction
 from .compat import grad_dtype_is_settable
 from .config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -287,6 +287,7 @@ class RoundPipe(MeasuredModel):
         engine = self._engine
         plan = config.execute_plan or self._book.plan(run_type, len(batch.microbatches))
         plan.check_valid(len(engine.store.layers), run_type)
+        plan = on_one_device_with_buffers(plan, engine.store.layers, run_type)
         keep_grad = run_type != "infer"
         chains = []
         for piece in batch.microbatches:
@@ -440,6 +441,7 @@ class RoundPipe(MeasuredModel):
         if isinstance(step_fn, torch.optim.Optimizer):
             step = optimizer_step(step_fn, bool(is_async), args, kwargs)
             step.check_masters(self._engine.store, self.name)
+            self._stepper.guard_state(step_fn)
         elif callable(step_fn):
             is_async = is_async is None or is_async
             step = FunctionStep(functools.partial(step_fn, *args, **kwargs))

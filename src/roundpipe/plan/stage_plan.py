@@ -29,7 +29,9 @@ def check_run_type(run_type: str) -> None:
 class StagePlan:
     """Stages of one model, in dispatch order.
 
-    A wide stage runs on several devices at once: its microbatch m runs on replica m mod r.
+    A wide stage runs on several devices at once: its microbatch m runs on replica m mod r. A stage
+    that runs the forward of layers with buffers takes one device whatever is said here, since a
+    microbatch may find in them what the one before has left.
 
     Attributes:
         fwd_plan: forward stages, ascending. In a fused run they end where ``bwd_plan[0]`` starts.
