@@ -240,6 +240,10 @@ def without_dropout(model: nn.Module) -> None:
             random = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
             if random and isinstance(value, float):
                 setattr(module, name, 0.0)
+    config = getattr(model, "config", None)  # some make modules in their first forward
+    for name, value in list(vars(config).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def fingerprint(model: nn.Module) -> Any:

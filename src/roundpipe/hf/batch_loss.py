@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from roundpipe.config import RoundPipeRunConfig
 from roundpipe.hf.lazy_logits import project_lazily
 from roundpipe.hf.plan import TAIL_OPTIONS, TailOptions
 
@@ -94,6 +95,16 @@ def with_tail_options(
         None if items is None or tokens is None else float(tokens) / averaged_over,
     )
     return {**arguments, TAIL_OPTIONS: options}
+
+
+def with_spec_of_options(config: RoundPipeRunConfig, split_input: Any) -> RoundPipeRunConfig:
+    """``config``, whose specs for the model's arguments also cover the options."""
+    if not isinstance(split_input, tuple) or len(split_input) != 2:
+        return config
+    args_spec, kwargs_spec = split_input
+    if not isinstance(kwargs_spec, Mapping):
+        return config
+    return replace(config, split_input=(args_spec, {**kwargs_spec, TAIL_OPTIONS: None}))
 
 
 class LossWatch(TorchFunctionMode):

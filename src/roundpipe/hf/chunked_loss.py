@@ -22,8 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from roundpipe.errors import StateError
 
-# Logits of one chunk in 32 bits; about three tensors of this size are alive at a time.
-CHUNK_BYTES = 64 * 2**20
+# Logits of one chunk in 32 bits; three to five tensors of this size are alive at a time. For each
+# chunk weights are read and their gradients read and written, which an accelerator, fast in matrix
+# products, must not do too often.
+_CHUNK_BYTES = 32 * 2**20
+_CHUNK_BYTES_ON_ACCELERATORS = 256 * 2**20
 
 Step = Callable[[Tensor], Tensor]
 
@@ -43,9 +46,11 @@ class ChunkedLoss:
     chunk_rows: int
 
 
-def rows_per_chunk(vocabulary: int) -> int:
-    """How many rows of logits fit into :data:`CHUNK_BYTES`."""
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
+def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
+    """How many rows to work on at a time."""
+    on_host = device.type == "cpu"
+    chunk_bytes = _CHUNK_BYTES if on_host else _CHUNK_BYTES_ON_ACCELERATORS
+    return max(1, chunk_bytes // (4 * vocabulary))
 
 
 def chunked_cross_entropy(
@@ -179,10 +184,12 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, ignore_index: int) -> tup
     """Sum of the rows' cross entropies, and its gradient, with one buffer besides the logits."""
     counts = (target != ignore_index)[:, None]
     index = target[:, None].masked_fill(~counts, 0)
-    log_probabilities = torch.log_softmax(logits, -1)
-    value = -(log_probabilities.gather(1, index) * counts).sum()
+    # Autocast may take the loss in more bits than the logits have.
+    dtype = F.cross_entropy(logits[:1], index[:1, 0]).dtype
+    log_probabilities = torch.log_softmax(logits.to(dtype), -1)
+    value = -log_probabilities.gather(1, index).masked_fill_(~counts, 0).sum()
     gradient = log_probabilities.exp_()
     gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=gradient.dtype))
     # A row that does not count may hold anything, infinities too.
     gradient.masked_fill_(~counts, 0)
-    return value, gradient
+    return value, gradient.to(logits.dtype)

@@ -82,6 +82,7 @@ class LazyLogits(torch.Tensor):
         bias: (vocabulary,) or ``None``.
         steps: elementwise functions, in order.
         whole: the logits, once they had to be computed.
+        compute: computes them, by the operations that the library called.
     """
 
     hidden: Tensor
@@ -89,6 +90,7 @@ class LazyLogits(torch.Tensor):
     bias: Tensor | None
     steps: tuple[Step, ...]
     whole: Tensor | None
+    compute: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(
@@ -121,16 +123,15 @@ class LazyLogits(torch.Tensor):
 def project_lazily(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> LazyLogits:
     """``F.linear(hidden, weight, bias)``, later."""
     dtype = F.linear(hidden.reshape(-1, hidden.shape[-1])[:1], weight, bias).dtype
-    return _make(hidden, weight, bias, (), dtype)
+    made = _make(hidden, weight, bias, (), dtype)
+    made.compute = lambda: F.linear(hidden, weight, bias)
+    return made
 
 
 def computed(lazy: LazyLogits) -> Tensor:
     """The logits, in full."""
     if lazy.whole is None:
-        value = F.linear(lazy.hidden, lazy.weight, lazy.bias)
-        for step in lazy.steps:
-            value = step(value)
-        lazy.whole = value
+        lazy.whole = lazy.compute()
     return lazy.whole
 
 
@@ -143,10 +144,10 @@ def _make(
 ) -> LazyLogits:
     shape = (*hidden.shape[:-1], weight.shape[0])
     blank = torch.zeros((), dtype=dtype, device=hidden.device).expand(shape)
-    lazy = blank.as_subclass(LazyLogits)
-    lazy.hidden, lazy.weight, lazy.bias, lazy.steps = hidden, weight, bias, steps
-    lazy.whole = None
-    return lazy
+    made = blank.as_subclass(LazyLogits)
+    made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
+    made.whole = None
+    return made
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -168,13 +169,16 @@ def _deferred(
         return _cross_entropy(lazy, *args, **kwargs)
     if name == "contiguous" and not args and not kwargs:
         return lazy
+    made: LazyLogits | None = None
     if name in _ELEMENTWISE and _all_numbers((*args, *kwargs.values())):
-        return _with_step(lazy, func, args, kwargs)
-    if name in _RESHAPES:
-        return _reshaped(lazy, func, args, kwargs)
-    if name == "__getitem__":
-        return _indexed(lazy, args[0])
-    return None
+        made = _with_step(lazy, func, args, kwargs)
+    elif name in _RESHAPES:
+        made = _reshaped(lazy, func, args, kwargs)
+    elif name == "__getitem__":
+        made = _indexed(lazy, args[0])
+    if made is not None:
+        made.compute = lambda: func(computed(lazy), *args, **kwargs)
+    return made
 
 
 def _all_numbers(values: Iterable[Any]) -> bool:
@@ -244,7 +248,7 @@ def _cross_entropy(
         return None
     if lazy.dim() != 2 or target.dim() != 1 or target.dtype is not torch.int64:
         return None
-    rows = rows_per_chunk(lazy.shape[-1])
+    rows = rows_per_chunk(lazy.shape[-1], lazy.device)
     loss = ChunkedLoss(lazy.steps, ignore_index, rows)
     total = chunked_cross_entropy(lazy.hidden, lazy.weight, lazy.bias, target, loss)
     return total if reduction == "sum" else total / (target != ignore_index).sum()

@@ -10,8 +10,11 @@ import torch
 from roundpipe.calls import LossFunction
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import InvalidValueError
+from roundpipe.hf.batch_loss import LossRule, with_spec_of_options, with_tail_options
 from roundpipe.hf.generation import generating_copy
 from roundpipe.hf.skeleton import SkeletonPiece
+from roundpipe.hf.tail import TailPiece
+from roundpipe.microbatch import packed_count
 from roundpipe.pipeline import RoundPipe
 
 Self = TypeVar("Self", bound="HuggingFacePipe")
@@ -51,9 +54,25 @@ class HuggingFacePipe(RoundPipe):
         roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008 - frozen
         **kwargs: Any,
     ) -> Any:
-        """As :meth:`RoundPipe.forward`; returns the model's own output class."""
+        """As :meth:`RoundPipe.forward`; returns the model's own output class.
+
+        With ``labels``, the merged ``loss`` is that of the whole batch, if the outputs are merged
+        automatically and the loss is a mean over labels.
+        """
         self._follow_modes()
-        return super().forward(*args, roundpipe_run_config=roundpipe_run_config, **kwargs)
+        config = self._resolve(roundpipe_run_config)
+        pieces = config.num_microbatch
+        if not config.num_microbatch_given:
+            pieces = packed_count(args, kwargs) or pieces
+        kwargs = with_tail_options(
+            self._loss_rule,
+            kwargs,
+            whole_loss=config.merge_output in (None, True),
+            lazy_logits=False,
+            averaged_over=pieces,
+        )
+        run_config = with_spec_of_options(roundpipe_run_config, config.split_input)
+        return super().forward(*args, roundpipe_run_config=run_config, **kwargs)
 
     def forward_backward(
         self,
@@ -66,10 +85,32 @@ class HuggingFacePipe(RoundPipe):
     ) -> Any:
         """As :meth:`RoundPipe.forward_backward`; by default with the model's own loss.
 
+        That loss is the mean over the labels of the whole batch, however they are spread over
+        microbatches (``loss_reduction="sum"``). A ``loss_fn`` of the caller finds in the outputs
+        what the library computes for the microbatch alone. Large logits are computed only if
+        ``loss_fn`` uses them or ``return_outputs`` asks for them.
+
         Raises:
-            InvalidValueError: without ``loss_fn``, and the output has no loss.
+            InvalidValueError: without ``loss_fn``, and the output has no loss, or it is divided
+                twice: by ``num_items_in_batch`` and by ``loss_reduction="mean"``.
         """
         self._follow_modes()
+        config = self._resolve(run_config)
+        summed = config.loss_reduction == "sum"
+        given = input_kwargs if isinstance(input_kwargs, Mapping) else {}
+        if given.get("num_items_in_batch") is not None and loss_fn is own_loss and not summed:
+            raise InvalidValueError(
+                'num_items_in_batch together with loss_reduction="mean" divides the loss twice; '
+                "leave one of them out"
+            )
+        if input_kwargs is None or isinstance(input_kwargs, Mapping):
+            input_kwargs = with_tail_options(
+                self._loss_rule,
+                given,
+                whole_loss=loss_fn is own_loss and summed,
+                lazy_logits=not return_outputs,
+            )
+        run_config = with_spec_of_options(run_config, config.split_input)
         return super().forward_backward(
             input_args, input_kwargs, label, loss_fn, return_outputs, run_config
         )
@@ -90,11 +131,10 @@ class HuggingFacePipe(RoundPipe):
             *args, **{**kwargs, "use_cache": False}
         )
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's ``save_pretrained``, after :meth:`synchronize`."""
-        self.synchronize()
-        target: Any = self._target
-        return target.save_pretrained(*args, **kwargs)
+    @property
+    def _loss_rule(self) -> LossRule | None:
+        tails = [piece for piece in self.model if isinstance(piece, TailPiece)]
+        return tails[-1].loss_rule if tails else None
 
     def _generating_forward(self, **kwargs: Any) -> Any:
         tensors = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
