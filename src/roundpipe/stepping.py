@@ -16,8 +16,11 @@ not when it is ready: what a call computes with never depends on how fast the op
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import torch
 
 from .errors import Where, add_where
 from .parameters import ParameterStore, Submission
@@ -174,6 +177,7 @@ class Stepper:
         self._worker: Worker | None = None
         self._job: _Job | None = None
         self._submitted = 0
+        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._done = Counter(f"steps done of {model_name}")
 
     def submit(self, step: Step, is_async: bool) -> None:
@@ -201,6 +205,20 @@ class Stepper:
         self._start(_Job(step, submission, ticket))
         if not is_async:
             self.publish_latest()
+
+    def guard_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make ``optimizer.state_dict()`` wait for the step in flight, from now on."""
+        if optimizer in self._guarded:
+            return
+        self._guarded.add(optimizer)
+        mine = weakref.ref(self)
+
+        def wait(_optimizer: torch.optim.Optimizer) -> None:
+            stepper = mine()
+            if stepper is not None and not stepper.on_own_thread():
+                stepper._done.wait(stepper._submitted, "state_dict() of an optimizer")
+
+        optimizer.register_state_dict_pre_hook(wait)
 
     def _start(self, job: _Job) -> None:
         if self._worker is None:
