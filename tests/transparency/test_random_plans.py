@@ -23,7 +23,7 @@ from support.matrix import GRAINS, STEPS, assert_equal, plain_on
 from support.plain import Record, assert_same, train_plain, train_roundpipe
 from support.subjects import DROPOUT, SUBJECTS
 
-SEEDS = range(2)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
 TOLERANCE = 1e-6
 
 
