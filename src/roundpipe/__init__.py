@@ -7,6 +7,7 @@ from roundpipe.grad_scaler import GradScaler
 from roundpipe.pipeline import RoundPipe
 from roundpipe.plan import ModelExecutePlan
 from roundpipe.recompute import doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe.verification import verify
 from roundpipe.wrapping import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
@@ -21,5 +22,6 @@ __all__ = [
     "doing_recompute",
     "get_recompute_data",
     "save_for_recompute",
+    "verify",
     "wrap_model_to_roundpipe",
 ]

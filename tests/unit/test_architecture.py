@@ -56,12 +56,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("in_flight",),
     ("pipeline",),
     # Who uses the engine; the engine knows nothing of them.
-    ("optim",),
+    ("optim", "verification"),
     ("hf",),
     ("wrapping",),
     ("cli",),
 )
-PACKAGES = ("plan", "microbatch", "devices", "costs", "optim", "plot", "hf", "wrapping", "cli")
+PACKAGES = ("plan", "microbatch", "devices", "costs", "optim", "plot", "hf", "wrapping", "verification", "cli")
 EXPORTS = "__init__"  # roundpipe/__init__.py: names of the engine, for users and for `cli`
 
 Problems = Iterator[str]

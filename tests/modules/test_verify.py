@@ -1,0 +1,225 @@
+"""``roundpipe.verify``: planted faults are found and the layer is named; good models are equal."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe
+from roundpipe.verification import Report
+from support.subjects import SUBJECTS
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+seen_batches = 0
+
+
+def square_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return ((output - label) ** 2).sum()
+
+
+def check(layer: nn.Module, loss_fn: Any = square_sum) -> Report:
+    """A model with ``layer`` in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
+    return roundpipe.verify(model, X, torch.zeros(6, 4), loss_fn)
+
+
+class CountsCalls(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class KeepsHistory(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.history: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history.append(float(x.sum()))
+        return super().forward(x)
+
+
+class WritesGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global seen_batches  # noqa: PLW0603 - the fault
+        seen_batches += 1
+        return super().forward(x)
+
+
+class RemembersInClass(nn.Linear):
+    """Each call depends on the ones before it."""
+
+    before = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) + RemembersInClass.before
+        RemembersInClass.before += 0.5
+        return out
+
+
+class OnTheHost(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.ones(4, device="cpu"))
+
+
+class OnFirstGpu(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to("cuda:99"))
+
+
+class NeverTheSame(nn.Linear):
+    turn = itertools.count()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + next(self.turn) % 3)
+
+
+class PythonNoise(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+def mean_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, label)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "words"),
+    [
+        (CountsCalls(4, 4), "attribute", "self.calls"),
+        (KeepsHistory(4, 4), "attribute", "self.history"),
+        (WritesGlobal(4, 4), "global", "the global seen_batches"),
+        (RemembersInClass(4, 4), "global", "RemembersInClass.before"),
+        (OnTheHost(4, 4), "device", "with its input on another device"),
+        (OnFirstGpu(4, 4), "device", "make tensors with device=x.device"),
+        (NeverTheSame(4, 4), "recompute", "keep what it decided with save_for_recompute"),
+        (PythonNoise(4, 4), "random", "Python's random"),
+        (nn.BatchNorm1d(4), "batch", "it computes statistics over rows"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_a_planted_fault_is_found_and_its_layer_named(
+    layer: nn.Module, kind: str, words: str
+) -> None:
+    report = check(layer)
+    assert not report.ok
+    where = f"layer 2 ({type(layer).__name__})"
+    assert kind in report.of(where)
+    assert any(words in finding.text for finding in report.findings if finding.kind == kind)
+    # Nobody else is accused, but layers behind one that changes what it returns.
+    assert not [f for f in report.findings if f.layer.startswith(("layer 0", "layer 1"))]
+    assert where in str(report)
+
+
+def test_a_loss_that_is_a_mean_is_found() -> None:
+    report = check(nn.Linear(4, 4), mean_loss)
+    assert report.of("loss_fn") == ["loss"]
+    assert 'it looks like a mean: give loss_reduction="mean"' in str(report)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    good = roundpipe.verify(model, X, torch.zeros(6, 4), mean_loss, loss_reduction="mean")
+    assert good.ok, str(good)
+
+
+class HandsOnAView(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        h = super().forward(x)
+        return h, h[:]
+
+
+class DoublesInPlace(nn.Module):
+    def forward(self, pair: Any) -> torch.Tensor:
+        h, view = pair
+        h.mul_(2)
+        result: torch.Tensor = h + view
+        return result
+
+
+def test_a_difference_in_the_numbers_names_the_first_layer_that_shows_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), HandsOnAView(4, 4), DoublesInPlace())
+    report = roundpipe.verify(model, X, torch.zeros(6, 4), square_sum)
+    assert report.of("layer 2 (DoublesInPlace)") == ["difference"], str(report)
+
+
+def test_what_fails_in_roundpipe_only_is_told_with_its_reason() -> None:
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.running_mean = first.running_mean
+    report = roundpipe.verify(nn.Sequential(first, second), X, torch.zeros(6, 4), square_sum)
+    assert [f.text for f in report.findings if f.kind == "error" and "is shared by" in f.text]
+
+
+def test_a_layer_that_fails_anyway_is_named() -> None:
+    report = check(nn.Linear(5, 5))
+    assert report.of("layer 2 (Linear)") == ["plain"]
+    assert report.compared == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "frozen", "nested"])
+def test_good_models_are_equal(name: str) -> None:
+    subject = SUBJECTS[name]
+    batch = subject.batch(0)
+    report = roundpipe.verify(
+        subject.build(), batch.args, batch.label, subject.loss, input_kwargs=batch.kwargs
+    )
+    assert report.ok, str(report)
+    assert len(report.compared) == 9
+
+
+def test_a_tiny_llama_is_equal() -> None:
+    tokens = torch.randint(0, 40, (6, 5), generator=torch.Generator().manual_seed(0))
+
+    def loss(output: Any, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), label.flatten(), reduction="sum")
+
+    report = roundpipe.verify(
+        SUBJECTS["llama"].build(), (), tokens.roll(-1, 1), loss,
+        input_kwargs={"input_ids": tokens}, num_microbatches=(2, 3),
+    )  # fmt: skip
+    assert report.ok, str(report)
+    assert len(report.compared) == 6
+
+
+def test_dropout_and_models_of_one_layer_are_equal() -> None:
+    report = check(nn.Dropout(0.4))
+    assert report.ok, str(report)
+    report = roundpipe.verify(nn.Linear(4, 4), X, torch.zeros(6, 4), square_sum)
+    assert report.ok, str(report)
+    assert str(report).startswith("Equal: outputs, losses, gradients and buffers are those of")
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), KeepsHistory(4, 4))
+    model[0].weight.grad = torch.ones(4, 4)
+    before = copy.deepcopy(model.state_dict())
+    state, python = torch.get_rng_state(), random.getstate()
+    threads, grad = torch.get_num_threads(), X.grad
+    roundpipe.verify(model, X, torch.zeros(6, 4), square_sum)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert model[0].weight.grad.tolist() == [[1.0] * 4] * 4
+    assert model[2].weight.grad is None
+    assert model[2].history == []
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert torch.get_num_threads() == threads
+    assert X.grad is grad
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model is a int; give an nn\.Module"):
+        roundpipe.verify(3)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.__dict__["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match="the model cannot be copied"):
+        roundpipe.verify(model, X)
