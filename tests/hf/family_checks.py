@@ -19,6 +19,7 @@ from roundpipe.hf import CutModel, batch_loss, cut_model, lazy_logits
 from roundpipe.hf.chunked_loss import ChunkedLoss, chunked_cross_entropy
 from roundpipe.hf.plan import Plan
 from roundpipe.hf.prefix import PrefixPiece
+from roundpipe.microbatch import TensorChunkSpec
 from support.plain import intraop_threads
 
 MICROBATCHES = 3
@@ -67,7 +68,9 @@ def device_threads() -> Iterator[None]:
 
 def engine_difference(cut: CutModel, plain: Plain, grain: str) -> float:
     """Outputs, loss and gradients through the engine on two devices; 0 if all bits agree."""
-    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, recompute_grain=grain)
+    config = RoundPipeRunConfig(
+        num_microbatch=MICROBATCHES, recompute_grain=grain, split_input=by_rows(plain.batch)
+    )
     with RoundPipe(cut.layers, devices="cpu:2", model_run_config=config) as pipe:
         loss, output = pipe.forward_backward(
             input_kwargs=dict(plain.batch), loss_fn=own_loss, return_outputs=True
@@ -76,6 +79,14 @@ def engine_difference(cut: CutModel, plain: Plain, grain: str) -> float:
     got = {"loss": loss, "logits": output.logits}
     outputs = difference(got, {"loss": plain.loss, "logits": plain.logits})
     return max(outputs, difference(take_grads(cut.model), plain.grads))
+
+
+def by_rows(arguments: Mapping[str, Any]) -> Any:
+    """Says that every tensor is cut: Musicgen has four rows of tokens to one of the mask."""
+    cut = {
+        k: TensorChunkSpec(0) if isinstance(v, torch.Tensor) else None for k, v in arguments.items()
+    }
+    return (), cut
 
 
 def shares_parameters(cut: CutModel) -> bool:
@@ -121,34 +132,33 @@ def check_head(family: Family, cut: CutModel) -> HeadCheck | None:
     )
 
 
+def few_rows_at_a_time(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    loss: ChunkedLoss,
+) -> torch.Tensor:
+    return chunked_cross_entropy(hidden, weight, bias, target, replace(loss, chunk_rows=5))
+
+
 def lazy_loss(cut: CutModel, batch: Mapping[str, Any]) -> tuple[torch.Tensor, bool]:
     """A training call that leaves out however small logits; and whether they were left out."""
     arguments = batch_loss.with_tail_options(
         cut.loss_rule, batch, whole_loss=True, lazy_logits=True
     )
-    chunks: list[int] = []
-
-    def few_rows(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        loss: ChunkedLoss,
-    ) -> torch.Tensor:
-        chunks.append(1)
-        return chunked_cross_entropy(hidden, weight, bias, target, replace(loss, chunk_rows=5))
-
+    chunked = mock.Mock(side_effect=few_rows_at_a_time)
     tail: Any = cut.layers[-1]
     tail.lazy_from_bytes = 0
-    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, split_input=by_rows(arguments))
     with (
-        mock.patch.object(lazy_logits, "chunked_cross_entropy", few_rows),
+        mock.patch.object(lazy_logits, "chunked_cross_entropy", chunked),
         RoundPipe(cut.layers, devices="cpu:2", model_run_config=config) as pipe,
     ):
         loss = pipe.forward_backward(input_kwargs=arguments, loss_fn=own_loss)
         pipe.synchronize()
     assert isinstance(loss, torch.Tensor)
-    return loss, len(chunks) == MICROBATCHES
+    return loss, chunked.call_count == MICROBATCHES
 
 
 def own_loss(output: Any, label: object) -> torch.Tensor:

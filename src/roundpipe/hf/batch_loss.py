@@ -29,7 +29,11 @@ from roundpipe.hf.lazy_logits import project_lazily
 from roundpipe.hf.plan import TAIL_OPTIONS, TailOptions
 
 _IGNORED = -100
-_COEFFICIENTS = (("router_aux_loss_coef",), ("ffn_config", "moe_loss_weight"))
+_COEFFICIENTS = (
+    ("router_aux_loss_coef",),
+    ("aux_loss_coef",),
+    ("ffn_config", "moe_loss_weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -198,10 +202,10 @@ class _LossMode(TorchFunctionMode):
         if len(args) < 2 or not all(type(t) in _PLAIN for t in args[:2]):
             return False
         hidden, weight = args[:2]
-        rows = hidden.numel() // max(1, hidden.shape[-1])
-        widens: bool = weight.dim() == 2 and weight.shape[0] > weight.shape[1] and hidden.dim() >= 2
-        size_bytes: int = 4 * rows * weight.shape[0]
-        return widens and size_bytes >= self._lazy_from_bytes
+        if weight.dim() != 2 or hidden.dim() < 2:
+            return False
+        size_bytes: int = 4 * hidden[..., 0].numel() * weight.shape[0]
+        return size_bytes >= self._lazy_from_bytes
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
