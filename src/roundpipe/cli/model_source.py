@@ -97,45 +97,16 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
 
 
 def _load(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from roundpipe.hf import load_model as load_weights
+    from roundpipe.hf import load_tokenizer, reading_once
 
-    where: dict[str, Any] = {"local_files_only": files.is_local}
+    source = files.name_or_path
     if files.gguf_file is not None:
-        where["gguf_file"] = files.gguf_file
-    tokenizer = AutoTokenizer.from_pretrained(files.name_or_path, **where)
-    # Given along, since reading it from a GGUF file takes as long as reading the tokenizer.
-    config = AutoConfig.from_pretrained(files.name_or_path, **where)
-    model = AutoModelForCausalLM.from_pretrained(
-        files.name_or_path, config=config, dtype=dtype, **_unpacked(files), **where
-    )
-    if files.gguf_file is not None:
-        model = _plain_copy(model, dtype)
+        source = str(Path(source) / files.gguf_file)
+    with reading_once():
+        tokenizer = load_tokenizer(source)
+        model = load_weights(source, dtype)
     return LoadedModel(model, tokenizer, files.label)
-
-
-def _unpacked(files: ModelFiles) -> dict[str, Any]:
-    """Options that let a GGUF file give ordinary tensors; older versions know no other way."""
-    import transformers
-
-    if files.gguf_file is None or not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
-
-
-def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
-    """The same weights without the marks of a quantized file.
-
-    A model read from a GGUF file holds ordinary tensors, but ``transformers`` refuses to save it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    return plain.eval()
 
 
 def _in_package(source: str) -> ModelFiles:

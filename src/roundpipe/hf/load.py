@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -44,10 +45,19 @@ def load_model(source: Source, dtype: torch.dtype | None = None) -> PreTrainedMo
     options = {**place.options, "dtype": wanted}
     if place.gguf_file is not None:
         options.update(private.gguf_options(place.gguf_file))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place.name, **options)
+    with reading_once():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place.name, **options)
     if place.gguf_file is not None:
         private.forget_quantization(model)
     return model
+
+
+def reading_once() -> AbstractContextManager[None]:
+    """Within it, loading from one GGUF file several times reads it once.
+
+    For a model and its tokenizer. Not to be held for long: other threads wait to load.
+    """
+    return private.quick_gguf()
 
 
 def load_tokenizer(source: Source) -> Any:

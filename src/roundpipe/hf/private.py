@@ -5,6 +5,8 @@ Each name has a test in ``tests/hf/test_private.py``, so that an upgrade fails t
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,7 @@ try:  # since transformers 5.20 or so; before that GGUF weights were always unpa
 except ImportError:  # pragma: no cover
     GgufConfig = None
 
+_GGUF_LOCK = threading.RLock()  # names in a module of another library are exchanged for a while
 _HOOKED = "_output_capturing_hooks_installed"
 # Outputs that have one entry per layer *and* depend on the layers' neighbours; they are refused.
 _NOT_COLLECTED = frozenset({"hidden_states", "attentions", "cross_attentions"})
@@ -89,12 +92,52 @@ def has_collecting_hooks(module: nn.Module) -> bool:
     return bool(module.__dict__.get(_HOOKED, False))
 
 
+def initialise(model: PreTrainedModel) -> None:
+    """Give all parameters and buffers the values that a new model has."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.__dict__.pop("_is_hf_initialized", None)
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.init_weights()
+
+
 def gguf_options(file_name: str) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that load a GGUF file with all weights unpacked."""
     options: dict[str, Any] = {"gguf_file": file_name}
     if GgufConfig is not None:
         options["quantization_config"] = GgufConfig(dequantize=True)
     return options
+
+
+@contextmanager
+def quick_gguf() -> Iterator[None]:
+    """Within it a GGUF file is read once, and its table of tensor names is made once.
+
+    The library makes the table for each of the model's modules and reads the file's header, which
+    holds the vocabulary as single strings, for config, tokenizer and weights each: without this
+    that is most of the loading time. One thread at a time is in it; the others wait.
+    """
+    try:
+        import gguf
+    except ImportError:  # the library says what is missing when it is asked to load
+        yield
+        return
+    readers: dict[str, Any] = {}
+
+    def reader(path: Any, *args: Any, **kwargs: Any) -> Any:
+        key = f"{path} {args} {kwargs}"
+        if key not in readers:
+            readers[key] = original_reader(path, *args, **kwargs)
+        return readers[key]
+
+    with _GGUF_LOCK:
+        original_reader, original_map = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader = reader
+        gguf.get_tensor_name_map = functools.cache(original_map)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = original_reader, original_map
 
 
 def forget_quantization(model: nn.Module) -> None:
