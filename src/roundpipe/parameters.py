@@ -347,6 +347,7 @@ def takes_16_bit(master: torch.Tensor, content: torch.Tensor) -> bool:
     """Whether a 16-bit gradient may be the master's ``.grad`` as it is."""
     return (
         content.dtype in (torch.bfloat16, torch.float16)
+        and content.layout is torch.strided
         and master.dtype is torch.float32
         and allows_any_grad_dtype(master)
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .devices.base import Category, Device, Event, Stream
+from .errors import InvalidTypeError
 from .gradients import Contributor, GradientSlot
 from .parameters import ParameterStore
 from .records import ParameterRecord
@@ -171,9 +172,18 @@ class StageWeights:
             self._store.read_issued(self._pending_reads.pop(), over)
 
     def account_gradients(self) -> None:
-        """Tell the device's ledger which tensors are gradients."""
-        for _, leaf in self._leaves.values():
+        """Tell the device's ledger which tensors are gradients.
+
+        Raises:
+            InvalidTypeError: a sparse one, on a device from which it cannot be brought home.
+        """
+        for record, leaf in self._leaves.values():
             if leaf.grad is not None:
+                if leaf.grad.layout is not torch.strided and not self.device.shares_host_memory:
+                    raise InvalidTypeError(
+                        f"the gradient of {record.name} is sparse, which only CPU devices support; "
+                        "make its layer with sparse=False"
+                    )
                 self.device.account(leaf.grad, Category.GRADIENTS)
 
     def send_gradients(self, who: str) -> Sequence[Event]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from optim.cases import NAMES
 from roundpipe import RoundPipe, RoundPipeRunConfig, optim
-from roundpipe.errors import StateError
+from roundpipe.errors import InvalidTypeError, StateError
 from support.faults import watched_pool
 from support.versions import Gate
 
@@ -193,6 +193,31 @@ def test_sparse_gradients_equal_a_plain_loop(is_by_layer: bool, name: str) -> No
                 master.grad = None
         pipe.synchronize()
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_sparse_16_bit_gradients_of_float32_masters() -> None:
+    ids = torch.tensor([[0], [3], [3], [1]])
+    results = []
+    for is_by_layer in (False, True):
+        model = embedding().bfloat16()
+        with RoundPipe(model, torch.float32, devices="cpu:2", model_run_config=ONE) as pipe:
+            with torch.sparse.check_sparse_tensor_invariants(True):
+                optimizer = optim.SGD(pipe.optim_parameters(), lr=0.1)
+                for _ in range(2):
+                    pipe.forward_backward((ids,), loss_fn=total)
+                    pipe.step(optimizer) if is_by_layer else plain_step(pipe, optimizer)
+                pipe.synchronize()
+        results.append(copy.deepcopy(model.state_dict()))
+    assert not torch.equal(results[0]["0.weight"], embedding().bfloat16().state_dict()["0.weight"])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_sparse_gradients_stay_on_devices_with_memory_of_their_own() -> None:
+    with watched_pool(2) as pool, RoundPipe(embedding(), devices=pool) as pipe:
+        with pytest.raises(
+            InvalidTypeError, match=r"the gradient of 0\.weight is sparse, which on"
+        ):
+            pipe.forward_backward((torch.tensor([[0], [3], [3]]),), loss_fn=total)
 
 
 # --- what a step function may do ----------------------------------------------------------------
