@@ -56,7 +56,8 @@ def machines(draw: st.DrawFn, most: int = 4) -> Machine:
         )
         for index in range(draw(st.integers(1, most)))
     )
-    return Machine(devices, draw(st.sampled_from([0.0, 0.25, 2.0])), links)
+    hop_ms = draw(st.sampled_from([0.0, 0.25, 2.0]))
+    return Machine(devices, hop_ms, links, draw(st.sampled_from([0.0, 0.0, 0.75])))
 
 
 @st.composite

@@ -140,6 +140,7 @@ class EventByEvent:
             )
         elif phase == "backward":
             early, main = (again, backward) if rules.early_recompute else (0.0, again + backward)
+        main += self.workload.machine.stage_ms
         mine = [self.workload.costs.layers[layer] for layer in layers]
         weights = sum(cost.weight_bytes for cost in mine)
         gradients = sum(cost.gradient_bytes for cost in mine)

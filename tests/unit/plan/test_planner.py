@@ -71,14 +71,20 @@ def time_by_event(workload: Workload, plan: StagePlan, per_round: int) -> float:
 @given(
     layer_costs(4),
     st.integers(1, 3),
-    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.5, 0.75)]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["fused", "train", "infer"]),
 )
 def test_equals_brute_force_on_small_models(
-    costs: LayerCosts, devices: int, hop_ms: float, microbatches: int, run_type: str
+    costs: LayerCosts,
+    devices: int,
+    overhead_ms: tuple[float, float],
+    microbatches: int,
+    run_type: str,
 ) -> None:
-    workload = Workload(costs, Machine.uniform(devices, hop_ms), microbatches, run_type)
+    hop_ms, stage_ms = overhead_ms
+    machine = Machine.uniform(devices, hop_ms, stage_ms=stage_ms)
+    workload = Workload(costs, machine, microbatches, run_type)
     limits = PlanLimits(max_replicas=1)
 
     planned = plan_iteration(workload, limits)
