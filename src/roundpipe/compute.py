@@ -60,6 +60,12 @@ class StageCompute:
     def run(self, chain: Chain) -> None:
         """Everything the task does with one microbatch."""
         self._place.microbatch = chain.index
+        try:
+            self._run(chain)
+        finally:
+            self._layers.remove_marks()
+
+    def _run(self, chain: Chain) -> None:
         phase = self._task.phase
         with self._device.compute_scope():
             if phase is Phase.FORWARD:

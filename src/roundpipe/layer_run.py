@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .buffer_watch import BufferWatch
 from .calls import Call, Chain, Phase, StageTask
@@ -46,6 +47,7 @@ class LayerRunner:
         self._gate = gate
         self._buffers = buffers
         self._in_backward = self._seeds_backward = False
+        self._marks: list[RemovableHandle] = []
 
     def first(self, index: int, chain: Chain, state: State) -> Any:
         """A layer's first forward on the microbatch, which may change its buffers."""
@@ -163,7 +165,17 @@ class LayerRunner:
                 torch.default_generator.manual_seed(seed)
 
         self._notes.marked(index)
-        marked.register_hook(arrive)
+        self._marks.append(marked.register_hook(arrive))
+
+    def remove_marks(self) -> None:
+        """The microbatch is through, or has failed.
+
+        A failure's traceback holds the graph, the graph the marks, and they the run, which holds
+        the failure: a circle that Python cannot collect, since the graph is not Python's.
+        """
+        for mark in self._marks:
+            mark.remove()
+        self._marks.clear()
 
 
 def _signature(tree: Any) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ Faults that any device can have come from the other files of this folder, which 
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import DevicePool
+from support import faults
 from support.backends import Accelerator
 from support.cases import sum_loss
 from support.faults import no_thread_left, notes_of
@@ -145,3 +147,26 @@ def test_the_failed_kernel_does_not_reach_a_model_beside_it() -> None:
                 failing.forward_backward((bad,), loss_fn=sum_loss)
             assert_as_fresh(good)
             assert_as_fresh(failing)
+
+
+@pytest.mark.parametrize("place", ["loss", "recompute", "backward"])
+def test_a_failure_that_is_forgotten_leaves_nothing_on_the_devices(place: str) -> None:
+    """The traceback holds the graph; nothing that Python cannot collect holds the traceback."""
+    from support import fakeacc
+
+    gc.collect()
+    with Accelerator().open(2) as pool:
+        before = [fakeacc.allocated_bytes(device.index) for device in pool.devices]
+        switch = faults.Switch()
+        layers = faults.build(switch)
+        with RoundPipe(layers, devices=pool, model_run_config=faults.CONFIG) as pipe:
+            inputs, label = faults.batch()
+            layer = None if place == "loss" else 1
+            switch.arm(faults.InjectedError(place), place, layer, 2)
+            with pytest.raises(faults.InjectedError):
+                pipe.forward_backward(inputs, None, label, faults.loss_of(switch))
+            switch.disarm()
+        pool.devices[0].synchronize()
+        gc.collect()
+        after = [fakeacc.allocated_bytes(device.index) for device in pool.devices]
+    assert after == before
