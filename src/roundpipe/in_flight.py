@@ -28,7 +28,7 @@ from .devices import DevicePool
 from .dispatch import Run
 from .errors import InvalidValueError, StateError, Where, add_where
 from .microbatch.columns import columns_from_trees
-from .microbatch.nodes import is_block_mask_type
+from .microbatch.nodes import is_made_of_tensors
 from .microbatch.packed import RoundPipePackedData
 from .microbatch.tree import Structure, unflatten
 from .results import outputs_of, wait_homecoming
@@ -87,7 +87,7 @@ class InFlightCall:
                 # A worker that has seeded the process's CPU generator for a layer would hand its
                 # numbers to the caller, and take back what the caller drew.
                 return False
-        return not _holds_block_mask(call.chains[0].borders[len(engine.store.layers)].structure)
+        return not _holds_parts(call.chains[0].borders[len(engine.store.layers)].structure)
 
     def settle(self, merge: Callable[[], Any] | None = None) -> Any:
         """Wait until the devices are done, and let the call take effect.
@@ -398,11 +398,11 @@ def fed_by(call: Call, scope: Scope) -> Iterator[None]:
         raise
 
 
-def _holds_block_mask(structure: Structure) -> bool:
+def _holds_parts(structure: Structure) -> bool:
     if structure.kind is None:
         return False
-    return is_block_mask_type(structure.kind.cls) or any(
-        _holds_block_mask(child) for child in structure.children
+    return is_made_of_tensors(structure.kind.cls) or any(
+        _holds_parts(child) for child in structure.children
     )
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers.modeling_outputs import CausalLMOutput
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.microbatch import split_batch
 from support.cases import STAGES, Scale, fused_plan, grad_of, stage_ranges
 
 # A batch of 8 in three microbatches makes pieces of 3, 3 and 2 rows. A pipeline sized its later
@@ -265,3 +272,139 @@ def test_the_rule_of_a_block_mask_knows_its_own_rows() -> None:
     assert output.view(4, 4).tolist() == [
         [0.0, 0.5, 1.0, 1.5], [0.5, 1.0, 1.5, 1.5], [1.0, 1.5, 1.5, 1.5], [1.5] * 4,
     ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_block_mask_made_for_every_row_goes_whole_to_every_microbatch(stages: int) -> None:
+    seen: list[Any] = []
+
+    class Keep(nn.Module):
+        def forward(self, v: torch.Tensor, block_mask: Any) -> Any:
+            return v, block_mask
+
+    class Attend(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, Any]) -> torch.Tensor:
+            v, block_mask = pair
+            seen.append(block_mask)
+            q = torch.zeros_like(v)
+            out: Any = flex_attention(q, q, v, block_mask=block_mask)
+            result: torch.Tensor = out
+            return result
+
+    mask = create_block_mask(
+        lambda _b, _h, q, k: k <= q, B=None, H=None, Q_LEN=4, KV_LEN=4, device="cpu", BLOCK_SIZE=2
+    )
+    v = torch.arange(4.0).view(1, 1, 4, 1).expand(4, 1, 4, 1).contiguous()
+    plan = ModelExecutePlan(stage_ranges(2, stages))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    model = nn.Sequential(Keep(), Attend())
+    with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe, torch.no_grad():
+        output = pipe(v, block_mask=mask)
+    assert output.view(4, 4).tolist() == [[0.0, 0.5, 1.0, 1.5]] * 4
+    assert [m.kv_num_blocks.tolist() for m in seen] == [mask.kv_num_blocks.tolist()] * 2
+
+
+# Under one form of recompute the tensors in a dataclass came out without a gradient; here the same
+# with the output classes of transformers, which are read by attribute, key and index.
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_model_outputs_between_stages_and_merged(stages: int) -> None:
+    class First(Scale):
+        def forward(self, x: torch.Tensor) -> Any:
+            return CausalLMOutput(logits=self.weight * x, hidden_states=(x, x + 1))
+
+    class Second(Scale):
+        def forward(self, out: Any) -> Any:
+            assert isinstance(out, CausalLMOutput)
+            assert out.logits.requires_grad
+            assert out["logits"] is out.logits
+            assert out.loss is None
+            return CausalLMOutput(loss=(self.weight * out.logits).sum(), logits=out.logits)
+
+    first, second = First(2.0), Second(3.0)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=fused_plan(2, stages))
+    model = nn.Sequential(first, second)
+    with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe:
+        loss, output = pipe.forward_backward(
+            (torch.tensor([1.0, 2.0]),), loss_fn=lambda out, _label: out.loss, return_outputs=True
+        )
+        pipe.synchronize()
+    assert loss.item() == 18.0
+    assert grad_of(first) == 9.0
+    assert grad_of(second) == 6.0
+    assert isinstance(output, CausalLMOutput)
+    for logits in (output.logits, output["logits"], output[1]):
+        assert logits.tolist() == [2.0, 4.0]
+    assert output.loss.item() == 9.0  # of 6 and 12: 0-dim tensors are averaged
+    assert output.hidden_states is None
+
+
+# A sharded label that was cut like any tensor was silently gathered; and a batch of too few rows
+# gave fewer pieces without a word.
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_labels_stay_sharded(mesh: DeviceMesh) -> None:
+    label = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    batch = split_batch((torch.ones(4, 1),), {}, label, 2)
+    for piece, local in zip(batch.microbatches, ([0.0, 1.0], [2.0, 3.0]), strict=True):
+        assert isinstance(piece.label, DTensor)
+        assert piece.label.placements == (Shard(0),)
+        assert piece.label.device_mesh == mesh
+        assert piece.label.to_local().tolist() == local
+    with pytest.warns(UserWarning, match=r"the batch has 4 rows.*fewer than num_microbatch=8"):
+        batch = split_batch((torch.ones(4, 1),), {}, label, 8)
+    assert [piece.label.to_local().tolist() for piece in batch.microbatches] == [
+        [0.0], [1.0], [2.0], [3.0],
+    ]  # fmt: skip
+
+
+def test_sharded_labels_reach_the_loss_function(mesh: DeviceMesh) -> None:
+    label = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    seen: list[tuple[Any, list[float]]] = []
+
+    def loss_fn(output: torch.Tensor, piece: Any) -> torch.Tensor:
+        assert isinstance(piece, DTensor)
+        seen.append((piece.placements, piece.to_local().tolist()))
+        return (output.flatten() - piece.to_local()).sum()
+
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with RoundPipe(nn.Sequential(Scale(1.0)), devices="cpu:1", model_run_config=config) as pipe:
+        loss = pipe.forward_backward((torch.ones(4, 1),), label=label, loss_fn=loss_fn)
+    assert loss.item() == -2.0
+    assert seen == [((Shard(0),), [0.0, 1.0]), ((Shard(0),), [2.0, 3.0])]
+
+
+def test_sharded_inputs_and_outputs_stay_sharded_and_receive_gradients(mesh: DeviceMesh) -> None:
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert isinstance(x, DTensor)
+            return x * 2
+
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
+    model = nn.Sequential(Double(), Double())
+    for merge_output in (None, False):
+        config = RoundPipeRunConfig(num_microbatch=2, merge_output=merge_output)
+        with RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe:
+            out = pipe(x)
+            pieces = [out] if merge_output is None else list(out)
+            assert all(piece.placements == (Shard(0),) for piece in pieces)
+            local = torch.cat([piece.to_local() for piece in pieces])
+            assert local.tolist() == [0.0, 4.0, 8.0, 12.0]
+            x.grad = None
+            local.sum().backward()
+            assert x.grad is not None
+            assert isinstance(x.grad, DTensor)
+            assert x.grad.to_local().tolist() == [4.0] * 4

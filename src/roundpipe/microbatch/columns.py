@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.microbatch.nodes import LEAF_TYPES, is_block_mask_type, kind_of
+from roundpipe.microbatch.nodes import LEAF_TYPES, is_made_of_tensors, kind_of
 from roundpipe.microbatch.tree import LEAF, Structure, flatten, same_context
 
 Column = Sequence[Any]
@@ -33,7 +33,7 @@ def _nodes(structure: Structure, columns: Iterator[Column], count: int) -> Colum
 def columns_from_trees(trees: Sequence[Any], root: str) -> tuple[list[Column], Structure]:
     """For each leaf, its value in every tree; and the structure that all trees share.
 
-    ``BlockMask``s are leaves.
+    ``BlockMask``s and ``DTensor``s are leaves.
 
     Raises:
         InvalidValueError: there are no trees, or their structures differ.
@@ -56,7 +56,7 @@ def _take_all(nodes: Column, columns: list[Column]) -> Structure | None:
     """The structure that all ``nodes`` share, or ``None`` if they differ."""
     cls = type(nodes[0])
     kind = None if cls in LEAF_TYPES else kind_of(cls)
-    if kind is None or is_block_mask_type(cls):
+    if kind is None or is_made_of_tensors(cls):
         columns.append(nodes)
         all_leaves = LEAF_TYPES.issuperset(map(type, nodes)) or all(map(_is_leaf, nodes))
         return LEAF if all_leaves else None
@@ -82,7 +82,7 @@ def _take_all(nodes: Column, columns: list[Column]) -> Structure | None:
 
 def _is_leaf(value: Any) -> bool:
     cls = type(value)
-    return cls in LEAF_TYPES or kind_of(cls) is None or is_block_mask_type(cls)
+    return cls in LEAF_TYPES or kind_of(cls) is None or is_made_of_tensors(cls)
 
 
 def _difference(trees: Sequence[Any], root: str) -> InvalidValueError:

@@ -199,6 +199,24 @@ class _BlockMask(NodeKind):
         return [f".{name}" for name in context[0]]
 
 
+class _DTensor(NodeKind):
+    """A ``DTensor``, whose child is this rank's part, so that it can be moved."""
+
+    __slots__ = ()
+
+    def take(self, tree: Any) -> tuple[Sequence[Any], Any]:
+        return [tree.to_local()], (tree.device_mesh, tree.placements, tree.shape, tree.stride())
+
+    def build(self, context: Any, children: Sequence[Any]) -> Any:
+        mesh, placements, shape, stride = context
+        return self.cls.from_local(
+            children[0], mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def keys(self, context: Any, count: int) -> list[str]:
+        return [".to_local()"]
+
+
 class _Registered(NodeKind):
     """A class registered with ``torch.utils._pytree.register_pytree_node``."""
 
@@ -231,6 +249,19 @@ def _has_block_mask_base(cls: type) -> bool:
     )
 
 
+def is_made_of_tensors(cls: type) -> bool:
+    """Whether instances are leaves when batches are cut, and tensors in parts when they travel."""
+    return cls not in LEAF_TYPES and (_has_block_mask_base(cls) or _has_dtensor_base(cls))
+
+
+@lru_cache(maxsize=1024)
+def _has_dtensor_base(cls: type) -> bool:
+    return any(
+        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed.tensor")
+        for base in cls.__mro__
+    )
+
+
 BUILTIN_KINDS: dict[type, NodeKind] = {
     tuple: _Tuple(tuple),
     list: _List(list),
@@ -258,6 +289,8 @@ def _registered(cls: type) -> NodeKind:
 
 @lru_cache(maxsize=1024)
 def _unregistered(cls: type) -> NodeKind | None:
+    if _has_dtensor_base(cls):
+        return _DTensor(cls)
     if issubclass(cls, torch.Tensor | torch.nn.Module):
         return None
     if is_block_mask_type(cls):

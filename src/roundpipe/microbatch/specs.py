@@ -17,7 +17,7 @@ from typing import Any
 from roundpipe import compat
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.microbatch.messages import shorten
-from roundpipe.microbatch.nodes import kind_of
+from roundpipe.microbatch.nodes import LEAF_TYPES, kind_of
 from roundpipe.microbatch.tree import Structure, flatten
 
 
@@ -85,7 +85,9 @@ def match_spec(spec: Any, structure: Structure, root: str, name: str) -> list[Ru
     if spec is None:
         return [AUTO] * structure.num_leaves
     classes = compat.spec_classes()
-    leaves, spec_structure = flatten(spec)
+    # Anyone's subclass is looked up as ever; `type` is that of the class _Replicate itself.
+    known = LEAF_TYPES if classes is None else LEAF_TYPES.union(classes, (type,))
+    leaves, spec_structure = flatten(spec, leaf_types=known)
     if spec_structure == structure and all(_is_spec(leaf, classes) for leaf in leaves):
         rules: dict[int, Rule] = {}  # mostly the same few objects stand on all leaves
         for i, leaf in enumerate(leaves):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.microbatch.nodes import LEAF_TYPES, NodeKind, is_block_mask_type, kind_of
+from roundpipe.microbatch.nodes import LEAF_TYPES, NodeKind, is_made_of_tensors, kind_of
 
 
 class Structure:
@@ -107,12 +107,16 @@ class Structure:
 LEAF = Structure(None, None, None, 1)
 
 
-def flatten(tree: Any, block_masks_are_leaves: bool = False) -> tuple[list[Any], Structure]:
+def flatten(
+    tree: Any, block_masks_are_leaves: bool = False, leaf_types: frozenset[type] = LEAF_TYPES
+) -> tuple[list[Any], Structure]:
     """Take ``tree`` apart.
 
     Args:
         tree: any object; what is no container is a leaf.
-        block_masks_are_leaves: whether a ``BlockMask`` is a leaf, not a container of its tensors.
+        block_masks_are_leaves: whether a ``BlockMask`` or ``DTensor`` is a leaf, not a container of
+            its tensors.
+        leaf_types: types that need not be looked up to know that their instances are leaves.
 
     Returns:
         The leaves in order, and the structure, from which :func:`unflatten` rebuilds the tree.
@@ -121,10 +125,10 @@ def flatten(tree: Any, block_masks_are_leaves: bool = False) -> tuple[list[Any],
         InvalidValueError: the tree contains itself, or nests deeper than Python can recurse.
     """
     leaves: list[Any] = []
-    if type(tree) in LEAF_TYPES:
+    if type(tree) in leaf_types:
         return [tree], LEAF
     try:
-        return leaves, _take(tree, leaves, block_masks_are_leaves)
+        return leaves, _take(tree, leaves, block_masks_are_leaves, leaf_types)
     except RecursionError as error:
         raise InvalidValueError(
             f"a {type(tree).__name__} among the arguments or outputs contains itself, or nests "
@@ -132,23 +136,25 @@ def flatten(tree: Any, block_masks_are_leaves: bool = False) -> tuple[list[Any],
         ) from error
 
 
-def _take(tree: Any, leaves: list[Any], block_masks_are_leaves: bool) -> Structure:
+def _take(
+    tree: Any, leaves: list[Any], block_masks_are_leaves: bool, leaf_types: frozenset[type]
+) -> Structure:
     kind = kind_of(type(tree))
-    if kind is None or (block_masks_are_leaves and is_block_mask_type(kind.cls)):
+    if kind is None or (block_masks_are_leaves and is_made_of_tensors(kind.cls)):
         leaves.append(tree)
         return LEAF
     values, context = kind.take(tree)
-    if LEAF_TYPES.issuperset(map(type, values)):
+    if leaf_types.issuperset(map(type, values)):
         leaves.extend(values)
         return Structure(kind, context, None, len(values))
     before = len(leaves)
     children = []
     for value in values:
-        if type(value) in LEAF_TYPES:
+        if type(value) in leaf_types:
             leaves.append(value)
             children.append(LEAF)
         else:
-            children.append(_take(value, leaves, block_masks_are_leaves))
+            children.append(_take(value, leaves, block_masks_are_leaves, leaf_types))
     flat = all(child is LEAF for child in children)
     return Structure(kind, context, None if flat else tuple(children), len(leaves) - before)
 
