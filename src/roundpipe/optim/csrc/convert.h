@@ -80,7 +80,30 @@ inline void load_bfloat16(const std::uint16_t* __restrict source, float* __restr
 
 inline void store_bfloat16(const float* __restrict source, std::uint16_t* __restrict target,
                            int count) {
-    for (int i = 0; i < count; ++i) target[i] = to_bfloat16(source[i]);
+    int i = 0;
+#if ROUNDPIPE_F16C
+    // What compilers make of the loop below takes so long that the memory waits for it.
+    const __m256i one = _mm256_set1_epi32(1);
+    const __m256i below_half = _mm256_set1_epi32(0x7fff);
+    const __m256i quiet = _mm256_set1_epi32(0x400000);
+    for (; i + 16 <= count; i += 16) {
+        __m256i kept[2];
+        for (int k = 0; k < 2; ++k) {
+            const __m256 values = _mm256_loadu_ps(source + i + 8 * k);
+            const __m256i bits = _mm256_castps_si256(values);
+            const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+            const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, below_half), odd);
+            const __m256 nan = _mm256_castsi256_ps(_mm256_or_si256(bits, quiet));
+            const __m256 either = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan,
+                                                   _mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+            kept[k] = _mm256_srli_epi32(_mm256_castps_si256(either), 16);
+        }
+        const __m256i packed = _mm256_packus_epi32(kept[0], kept[1]);  // within halves of 128 bits
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i),
+                            _mm256_permute4x64_epi64(packed, 0xd8));
+    }
+#endif
+    for (; i < count; ++i) target[i] = to_bfloat16(source[i]);
 }
 
 inline void store_bfloat16_stochastic(const float* __restrict source,
