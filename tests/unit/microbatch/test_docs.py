@@ -13,9 +13,10 @@ import pytest
 import roundpipe.microbatch
 
 MANUAL = Path(__file__).parents[3] / "docs" / "microbatches.md"
-SOURCES = sorted(Path(roundpipe.microbatch.__file__).parent.glob("*.py"))
+PART = Path(roundpipe.microbatch.__file__).parent
+SOURCES = [*sorted(PART.glob("*.py")), PART.parent / "in_flight.py"]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-RAISES = {"InvalidValueError", "InvalidTypeError"}
+RAISES = {"InvalidValueError", "InvalidTypeError", "StateError"}
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
