@@ -3,13 +3,16 @@
 Run ``python benchmarks/microbatch.py``. The input is a nested tree of 50 leaves, tensors, numbers
 and strings, cut into 8 pieces; the outputs are 8 trees of 50 leaves. Times are processor time on
 one thread, the best of several rounds in which the contestants take turns. Where a spec is given,
-both get the same one.
+both get the same one. ``ROUNDPIPE_PADDLE_PYTHON`` may name the Python of an environment with
+paddlepaddle, whose function of the same name is then measured, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
+import os
+import subprocess
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -128,23 +131,29 @@ def merge_times(rounds: int) -> None:
 
 
 def paddle_times(rounds: int) -> None:
-    try:
-        paddle = importlib.import_module("paddle")
-        theirs = importlib.import_module("paddle.distributed.auto_parallel.pipelining.microbatch")
-    except ImportError as error:
-        print(f"paddle: not measured ({error})")
+    python = os.environ.get("ROUNDPIPE_PADDLE_PYTHON")
+    if python is None:
+        print(
+            "paddle: not measured (ROUNDPIPE_PADDLE_PYTHON names no Python that has paddlepaddle)"
+        )
         return
-    ours_in = make_kwargs(lambda i: torch.ones(16, 32 + i))
-    theirs_in = make_kwargs(lambda i: paddle.ones([16, 32 + i]))
-    ours = microbatch.split_args_kwargs_into_chunks
-    report(
-        "split, with paddle",
-        {
-            "torch": lambda: torch_microbatch.split_args_kwargs_into_chunks((), ours_in, PIECES),
-            "roundpipe": lambda: ours((), ours_in, PIECES),
-            "paddle": lambda: theirs.split_args_kwargs_into_chunks((), theirs_in, PIECES),
-        },
-        rounds,
+    program = Path(__file__).with_name("microbatch_paddle.py")
+    result = subprocess.run(
+        [python, str(program), str(PIECES), str(rounds)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        print(f"paddle: not measured ({result.stderr.strip().splitlines()[-1]})")
+        return
+    seconds = json.loads(result.stdout.strip().splitlines()[-1])["split"]
+    kwargs = make_kwargs(lambda i: torch.ones(16, 32 + i))
+    split = microbatch.split_args_kwargs_into_chunks
+    ours = interleaved_best({"roundpipe": lambda: split((), kwargs, PIECES)}, rounds)["roundpipe"]
+    print(
+        f"split, no spec: paddle {seconds * 1e6:.1f} us in its own process, roundpipe "
+        f"{ours * 1e6:.1f} us, {ours / seconds:.2f} of paddle's time"
     )
 
 
