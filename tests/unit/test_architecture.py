@@ -56,7 +56,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("in_flight",),
     ("pipeline",),
     # Who uses the engine; the engine knows nothing of them.
-    ("optim", "verification"),
+    ("optim", "grad_scaler", "verification"),
     ("hf",),
     ("wrapping",),
     ("cli",),
