@@ -11,7 +11,9 @@ from torch import nn
 from .costs import ModelCosts, PlanBook
 from .dispatch import Engine
 from .facade import WrappedModel
-from .plan import LayerCosts, Machine
+from .plan import LayerCosts, Machine, ModelExecutePlan
+from .plan.stage_plan import check_run_type
+from .plan.workload import check_count
 from .profile import Profile
 from .stepping import Stepper
 from .trace import EventLog
@@ -65,6 +67,18 @@ class MeasuredModel(WrappedModel):
     def plan_machine(self) -> Machine:
         """The devices and what was seen of their transfers, for :meth:`ModelExecutePlan.auto`."""
         return self.costs().machine
+
+    def current_plan(self, run_type: str, num_microbatch: int) -> ModelExecutePlan:
+        """The plan of the next call of this kind for which none is given.
+
+        Args:
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``.
+            num_microbatch: microbatches of the call.
+        """
+        check_run_type(run_type)
+        check_count("num_microbatch", num_microbatch)
+        book: PlanBook = self._book
+        return book.plan(run_type, num_microbatch)
 
     # --- what ran when -----------------------------------------------------------------------
 
