@@ -18,6 +18,8 @@ from roundpipe.cli.history import HeldOutRecord, History, Sample, StepRecord
 _NAME_WIDTH = 12
 _LINES = 12  # about so many lines of steps, however long the run
 
+_LOADING = "AutoModelForCausalLM.from_pretrained("
+
 
 class ConsoleReporter:
     """Tells a person what happens.
@@ -120,9 +122,9 @@ class ConsoleReporter:
         for path in sorted(folder.iterdir()):
             self._print(f"{'':17}", (f"{path.name:<26}{_size(path.stat().st_size):>9}", "dim"))
         self._console.print()
-        self._print(
-            ("  use it         ", "dim"), f'AutoModelForCausalLM.from_pretrained("{folder}")'
-        )
+        is_adapter = (folder / "adapter_config.json").is_file()
+        loading = "PeftModel.from_pretrained(base, " if is_adapter else _LOADING
+        self._print(("  use it         ", "dim"), f'{loading}"{folder}")')
 
     @contextmanager
     def _on_the_bar(self, on: str) -> Iterator[None]:

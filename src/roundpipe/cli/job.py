@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 import roundpipe
+from roundpipe.cli.adapters import check_adapter, save_model, with_adapter
 from roundpipe.cli.batches import (
     Batch,
     encode,
@@ -95,12 +96,14 @@ class FineTuning:
         recipe = self._recipe
         # What can be wrong is found out before the minutes of loading and training.
         find_optimizer(recipe.optimizer.name)
+        check_adapter(recipe.adapter)
         files = find_model(recipe.model.source)
         with RunFolder(recipe.output.folder, recipe.output.overwrite) as folder:
             with self._reporter.working("reading the data"):
                 corpus = read_corpus(recipe.data)
             with self._reporter.working(f"reading the model {files.label}"):
                 loaded = load_model(files, dtype_named(recipe.model.dtype))
+                loaded = with_adapter(loaded, recipe.adapter, recipe.seed)
             with (folder.path / METRICS_FILE).open("w", encoding="utf-8") as metrics:
                 history = History(metrics)
                 self._fine_tune(loaded, corpus, history)
@@ -206,8 +209,7 @@ class FineTuning:
     def _save(self, folder: Path, loaded: LoadedModel, history: History) -> None:
         import transformers
 
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+        save_model(loaded, folder)
         plot_losses(history, f"{loaded.label}, fine-tuned", folder / "loss.png")
         versions = (
             f"roundpipe {roundpipe.__version__}, torch {torch.__version__}, transformers "

@@ -47,10 +47,16 @@ class LoadedModel:
     def summary(self) -> str:
         """One line: name, family, layers, parameters."""
         config = self.model.config
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        counts = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        parameters = _count(sum(number for number, _ in counts))
+        trained = sum(number for number, is_trained in counts if is_trained)
+        if not all(is_trained for _, is_trained in counts):
+            parameters = f"{parameters} parameters, {_count(trained)} of them trained"
+        else:
+            parameters = f"{parameters} parameters"
         layers = getattr(config, "num_hidden_layers", None)
         facts = [self.label, config.model_type, f"{layers} layers" if layers else ""]
-        return " · ".join([*filter(None, facts), f"{_count(parameters)} parameters"])
+        return " · ".join([*filter(None, facts), parameters])
 
 
 def find_model(source: str) -> ModelFiles:

@@ -44,6 +44,27 @@ class ModelSection(Section):
     master_dtype: DtypeName = "float32"
 
 
+class AdapterSection(Section):
+    """LoRA adapters to train instead of the weights.
+
+    Attributes:
+        rank: inner width of an adapter.
+        alpha: an adapter's output is multiplied by ``alpha / rank``.
+        dropout: on an adapter's input, while training.
+        targets: names of the modules that get adapters, or ``all-linear`` for all linear layers
+            but the head.
+        dora: train the magnitudes of the weights' columns, too.
+        modules_to_save: names of modules that are trained and saved as a whole.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 8
+    alpha: Annotated[float, Field(gt=0)] = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Literal["all-linear"] | Sources = "all-linear"
+    dora: bool = False
+    modules_to_save: list[str] = []
+
+
 class DataSection(Section):
     """What to train on, and what to hold out.
 
@@ -147,12 +168,14 @@ class Recipe(Section):
     """A whole fine-tuning job.
 
     Attributes:
+        adapter: all weights are trained without it.
         sample: nothing is generated without it.
         devices: ``auto``, ``accelerator``, ``cpu:N`` or ``cuda:0,cuda:1``.
         seed: of the order of the data and of dropout.
     """
 
     model: ModelSection
+    adapter: AdapterSection | None = None
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     optimizer: OptimizerSection = OptimizerSection()
