@@ -372,6 +372,7 @@ class RoundPipe(MeasuredModel):
             engine.store.adopt_user_gradients()
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
         flight = InFlightCall(Run(engine, call, tasks), self._airborne)
+        self._airborne.flight = flight  # before it starts: Ctrl-C must not leave it unwatched
         with engine.randomness.watch_call(self.name):
             flight.launch()
             if not flight.may_go_on:
@@ -379,7 +380,6 @@ class RoundPipe(MeasuredModel):
                 return flight.settle(
                     lambda: self._merge(call, outputs_of(call, num_layers, bridge))
                 )
-        self._airborne.flight = flight
         return PackedOutputs(flight, bridge, rows).packed()
 
     def _run_backward(self, call: Call) -> None:
