@@ -52,10 +52,11 @@ class KernelOptimizer(torch.optim.Optimizer):
     ``fused=True`` is left to torch, which unscales and skips in its kernels.
 
     Rounding: the kernels compute in float32 with the operations of torch's CPU kernels in their
-    order, fused multiply-adds included. AdamW and Adagrad equal torch's ``fused=True``, and SGD,
-    Adamax, ASGD, Rprop and Lion torch's default, bit for bit where torch's build uses AVX2; the
-    others differ in the last place, because ``torch.sqrt`` is not always correctly rounded and the
-    kernels' is. The result does not depend on the number of threads.
+    order, fused multiply-adds included. Adam, AdamW and Adagrad equal torch's ``fused=True``, and
+    SGD, Adamax, ASGD, Rprop and Lion torch's default, bit for bit where torch's build uses AVX2,
+    but for the last elements of a tensor that fill no vector of torch's: those, and the other
+    optimizers (``torch.sqrt`` is not always correctly rounded, the kernels' is), differ in the
+    last place of an update. The result does not depend on the number of threads.
     """
 
     algorithm: ClassVar[Algorithm]
