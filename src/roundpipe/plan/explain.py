@@ -116,6 +116,12 @@ def _what_ifs(planned: Planned) -> Iterator[WhatIf]:
             "smaller activations (a 16-bit dtype), faster links, or fewer and longer stages",
             replace(workload, machine=replace(machine, hop_ms=0.0)),
         )
+    if machine.stage_ms > 0:
+        yield what_if(
+            "stages took no time besides their layers'",
+            "larger microbatches, or fewer and longer stages",
+            replace(workload, machine=replace(machine, stage_ms=0.0)),
+        )
     if any(device.upload_bytes_per_ms for device in machine.devices):
         fast = tuple(replace(device, upload_bytes_per_ms=None) for device in machine.devices)
         yield what_if(

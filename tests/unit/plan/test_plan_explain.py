@@ -82,6 +82,13 @@ def test_full_memory_is_said() -> None:
     assert "memory limits it: gpu:0 needs 0.50 of 0.50 GiB for layers" in text
 
 
+def test_stages_that_take_time_of_their_own_are_told() -> None:
+    slow = Workload(BODY, Machine.uniform(2, stage_ms=2.0), 4)
+    assert "if stages took no time besides their layers'" in str(explain(plan_iteration(slow)))
+    fast = Workload(BODY, Machine.uniform(2), 4)
+    assert "besides their layers'" not in str(explain(plan_iteration(fast)))
+
+
 def test_the_best_of_all_plans_is_called_so() -> None:
     small = plan_iteration(Workload(LayerCosts.uniform(3, 1.0, 2.0), Machine.uniform(2), 4))
     large = plan_iteration(published_model("GPT-OSS-20B").workload())
