@@ -1,12 +1,14 @@
 """What wants a real accelerator: device contract, equality with the CPU, a short benchmark.
 
     python benchmarks/gpu_check.py
+    python benchmarks/gpu_check.py --fake    # a rehearsal on the fake accelerator of the tests
 
 Prints what it found and exits with 1 if a check failed; without an accelerator it says so.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -20,25 +22,37 @@ from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import open_pool
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = ("tests/devices", "tests/transparency/test_matrix_accelerator.py")
+# The files that `python -m support.fakeacc.suite` runs on the fake accelerator: contract of the
+# devices, equality with a plain loop, faults, versions.
+SUITES = ("tests/devices", "tests/transparency", "tests/ordering", "tests/failure")
 TEST_LIMIT_S = 330
 
 
-def run_suites() -> bool:
+def run_suites(*options: str) -> bool:
     """The suites that run on whatever accelerator is there."""
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-k", "accelerator", *SUITES]
+    command = [sys.executable, "-m", "pytest", *options, "-m", "not slow", "-k", "accelerator"]
+    command += SUITES
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     print("$", " ".join(command[1:]), flush=True)
     try:
-        return subprocess.run(command, cwd=ROOT, check=False, timeout=TEST_LIMIT_S).returncode == 0
+        outcome = subprocess.run(
+            command, cwd=ROOT, env=environment, check=False, timeout=TEST_LIMIT_S
+        )
+        return outcome.returncode == 0
     except subprocess.TimeoutExpired:
         print(f"the suites were not done after {TEST_LIMIT_S} s")
         return False
 
 
-def benchmark(device: torch.device) -> None:
-    """Tokens per second and peak memory through roundpipe, and with everything on the device."""
-    shape = Shape(layers=16, hidden=1024, heads=16, vocabulary=8192, sequence=512, batch=16,
+REAL = Shape(layers=16, hidden=1024, heads=16, vocabulary=8192, sequence=512, batch=16,
+             microbatches=4)  # fmt: skip
+REHEARSAL = Shape(layers=2, hidden=32, heads=2, vocabulary=64, sequence=8, batch=4,
                   microbatches=4)  # fmt: skip
+
+
+def benchmark(device: torch.device, shape: Shape) -> None:
+    """Tokens per second and peak memory through roundpipe, and with everything on the device."""
     tokens, labels = batch_of(shape)
     pool = open_pool([device])
     pipe = RoundPipe(build(shape), model_run_config=RoundPipeRunConfig(num_microbatch=4),
@@ -84,6 +98,15 @@ def benchmark(device: torch.device) -> None:
 
 
 def main() -> int:
+    is_rehearsal = "--fake" in sys.argv[1:]
+    if is_rehearsal:
+        sys.path.insert(0, str(ROOT / "tests"))
+        from support import fakeacc
+
+        if (problem := fakeacc.missing_requirement()) is not None:
+            print(f"no rehearsal: {problem}")
+            return 0
+        fakeacc.load()
     if not torch.accelerator.is_available():
         print("no accelerator on this machine: there is nothing for gpu-check to check")
         return 0
@@ -92,8 +115,8 @@ def main() -> int:
         return 1
     device = torch.device(accelerator.type, 0)
     print(f"torch {torch.__version__}, {torch.accelerator.device_count()} x {device.type}")
-    passed = run_suites()
-    benchmark(device)
+    passed = run_suites(*(("-p", "support.fakeacc.plugin") if is_rehearsal else ()))
+    benchmark(device, REHEARSAL if is_rehearsal else REAL)
     print("gpu-check:", "passed" if passed else "FAILED")
     return 0 if passed else 1
 

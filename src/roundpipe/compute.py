@@ -11,6 +11,7 @@ plain loop, and the recomputed numbers are the first forward's, bitwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -130,7 +131,7 @@ class StageCompute:
         if loss_fn is None:
             raise RuntimeError("a fused call without a loss function")
         begin = self._notes.now()
-        result = self._layers.run_loss(chain, lambda: loss_fn(output, label))
+        result = self._layers.run_loss(chain, functools.partial(loss_fn, output, label))
         self._notes.ran_loss(begin)
         chain.losses_are_sequence = isinstance(result, list | tuple)
         losses = list(result) if chain.losses_are_sequence else [result]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,15 +81,9 @@ class LayerRunner:
     ) -> None:
         """Backward through ``layers``, from ``roots``, to all parameters or to ``inputs`` only."""
         self._notes.backward()
-
-        def run(draws: bool) -> None:
-            self._in_backward, self._seeds_backward = True, draws
-            try:
-                torch.autograd.backward(roots, grads, inputs=inputs)
-            finally:
-                self._in_backward = False
-                enter_replay(None)
-
+        # Here and below no closure holds tensors: one that is in an error's traceback cannot be
+        # emptied, and would keep them on a device that has run out of memory.
+        run = functools.partial(self._run_backward, roots, grads, inputs)
         if not self._call.config.preserve_rng_state:
             run(False)
         else:
@@ -98,6 +93,20 @@ class LayerRunner:
             with lock or contextlib.nullcontext():
                 self._randomness.run_backward(keys, run)
         self._notes.backward_ended()
+
+    def _run_backward(
+        self,
+        roots: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor] | None,
+        inputs: Sequence[torch.Tensor] | None,
+        draws: bool,
+    ) -> None:
+        self._in_backward, self._seeds_backward = True, draws
+        try:
+            torch.autograd.backward(roots, grads, inputs=inputs)
+        finally:
+            self._in_backward = False
+            enter_replay(None)
 
     def run_loss(self, chain: Chain, loss_fn: Callable[[], Any]) -> Any:
         """The loss function, which may draw random numbers like one more layer."""
@@ -117,9 +126,8 @@ class LayerRunner:
                 layer = self._weights.layers[index]
                 key = (index, layer.module.training, torch.is_grad_enabled())
                 variant = _signature((args, kwargs)) if layer.is_compiled else None
-                output = self._draw(
-                    key, chain, lambda: self._call_layer(index, args, kwargs), variant
-                )
+                call = functools.partial(self._call_layer, index, args, kwargs)
+                output = self._draw(key, chain, call, variant)
         if self._task.phase is not Phase.FORWARD:
             self._mark(index, chain, output, layer_pass)
         return output

@@ -95,8 +95,8 @@ def test_the_devices_own_memory_runs_out(pool: DevicePool) -> None:
     from support import fakeacc
 
     with RoundPipe(build(), devices=pool, model_run_config=STAGES, name="net") as pipe:
-        torch.accelerator.empty_cache()
         whole = RoundPipeRunConfig(execute_plan=ModelExecutePlan([], [range(LAYERS)]))
+        torch.accelerator.empty_cache()
         # Five layers' weights, the table, and gradients of some of them.
         with fakeacc.memory_limit(0, 8 * LAYER_BYTES):
             with pytest.raises(torch.OutOfMemoryError) as caught:
