@@ -33,8 +33,8 @@ from roundpipe.plan.timeline import COMPUTE
 from roundpipe.plot import plot_overlay, save_picture
 from roundpipe.profile import Profile
 
-ITERATIONS = 6
-STEP_MS = 30.0
+ITERATIONS = 4
+STEP_MS = 40.0
 
 
 class Nap(torch.autograd.Function):
@@ -89,8 +89,8 @@ class Case:
         return LayerCosts(tuple(LayerCost(f, b, optimizer_ms=step_ms) for f, b in self.times_ms))
 
 
-EVEN = ((12.0, 24.0),) * 8
-HEAVY = (*((12.0, 24.0),) * 6, (36.0, 72.0))
+EVEN = ((16.0, 32.0),) * 8
+HEAVY = (*((16.0, 32.0),) * 6, (48.0, 96.0))
 
 CASES = (
     Case(2, 4, EVEN, False, "none"),
