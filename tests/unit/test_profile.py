@@ -17,6 +17,7 @@ from roundpipe.plan.timeline import COMPUTE, HOST
 from roundpipe.plan.workload import ENGINE_RULES
 from roundpipe.profile import Profile, timeline_of
 from roundpipe.trace import Span
+from support.trace_format import check_format
 
 MS = 1_000_000
 
@@ -183,7 +184,9 @@ def test_traces_and_pictures_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with RoundPipe(nn.Linear(2, 2), devices="cpu:2", name="net") as pipe:
         with pipe.profile() as profile:
-            pipe.forward_backward((torch.ones(4, 2),), loss_fn=lambda out, _: out.sum())
+            for _ in range(3):
+                pipe.forward_backward((torch.ones(4, 2),), loss_fn=lambda out, _: out.sum())
+                pipe.step(lambda: None)
         pipe.save_trace(tmp_path / "log.json")
     predicted = profile.timeline
     profile.save_trace(tmp_path / "profile.json", predicted)
@@ -191,7 +194,7 @@ def test_traces_and_pictures_are_written(tmp_path: Path) -> None:
     profile.save_picture(tmp_path / "both.png", predicted)
 
     for name, processes in (("log.json", 1), ("profile.json", 2)):
-        events = json.loads((tmp_path / name).read_text(encoding="utf-8"))["traceEvents"]
+        events = check_format(json.loads((tmp_path / name).read_text(encoding="utf-8")))
         assert sum(event["name"] == "process_name" for event in events) == processes
     for name in ("measured.png", "both.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
