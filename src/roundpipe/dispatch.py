@@ -337,7 +337,7 @@ class _DeviceRun:
                 weights.account_gradients()
         if task.phase is not Phase.FORWARD:
             self._place.phase, self._place.layer, self._place.microbatch = "download", None, None
-            self._homecoming.append((task, weights.send_gradients(who)))
+            self._homecoming.append((task, weights.send_gradients(who, run.scope)))
         for transfer in weights.transfers:
             self._notes.transferred(task.position, task.layers, *transfer)
         weights.release()

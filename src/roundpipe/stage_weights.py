@@ -19,6 +19,7 @@ from .parameters import ParameterStore
 from .records import ParameterRecord
 from .replicas import LayerOnDevice, replicate
 from .transfer import ChunkedUpload, Transfer, download
+from .workers import Scope
 
 
 class StageWeights:
@@ -186,8 +187,12 @@ class StageWeights:
                     )
                 self.device.account(leaf.grad, Category.GRADIENTS)
 
-    def send_gradients(self, who: str) -> Sequence[Event]:
+    def send_gradients(self, who: str, scope: Scope | None = None) -> Sequence[Event]:
         """Start bringing the accumulated gradients home into the store's slots.
+
+        Args:
+            who: the waiter, for the log line of a wait that takes long.
+            scope: the run; its failure ends the wait for a step that still uses a buffer.
 
         Returns:
             The events after which they are there.
@@ -208,8 +213,8 @@ class StageWeights:
                 with self.device.compute_scope():
                     grad = grad.to(leaf.dtype)
             if not self.device.shares_host_memory:
-                # A step may still be folding what the buffer held before (rule 4 of the store).
-                slot.wait_buffer_free(who, None)
+                # A step may still be using what the buffer held before (rule 4 of the store).
+                slot.wait_buffer_free(who, scope)
                 if slot.buffer is None:
                     slot.buffer = self.device.host_empty(grad)
             content, ready = download(self.device, grad, slot.buffer)
