@@ -24,7 +24,8 @@ _DROPOUT = (
     "tests/transparency/test_matrix_accelerator.py"
     "::test_dropout_is_the_same_for_every_number_of_accelerators"
 )
-_ENGINE = ("tests/devices", "tests/failure", "tests/ordering", "tests/transparency")
+_EQUALITY = ("tests/transparency",)
+_BEHAVIOUR = ("tests/devices", "tests/failure", "tests/ordering")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Run:
 
 # The longest first: two run at a time.
 RUNS = (
-    Run("engine, 4 devices", ("-k", "accelerator", *_ENGINE), 4),
+    Run("equality on 1, 2 and 4 devices", ("-k", "accelerator", *_EQUALITY), 4),
+    Run("contract, waits, faults and order", ("-k", "accelerator", *_BEHAVIOUR), 4),
     Run("the fake accelerator itself", ("tests/fakeacc",)),
     Run(
         "devices that share one accelerator",
@@ -66,7 +68,7 @@ RUNS = (
     ),
 )
 SLOW_RUNS = (
-    Run("engine, 4 devices", ("-m", "slow", "-k", "accelerator", *_ENGINE), 4),
+    Run("equality on 1, 2 and 4 devices", ("-m", "slow", "-k", "accelerator", *_EQUALITY), 4),
     Run("the fake accelerator itself", ("-m", "slow", "tests/fakeacc")),
 )
 
