@@ -105,6 +105,7 @@ def beside(check: Callable[[], None]) -> tuple[threading.Thread, list[BaseExcept
 
 def holding(device: Device, stream: Stream, held: contextlib.ExitStack) -> Callable[[], None]:
     def hold() -> None:
+        device.record(stream).synchronize()  # what the first stage itself needs is through
         context = Accelerator().hold(device, stream)
         assert context is not None
         held.enter_context(context)
