@@ -14,7 +14,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.binding import Binding
 from roundpipe.devices import CpuChecks
 from roundpipe.errors import InvalidTypeError, InvalidValueError
-from support.faults import InjectedError, watched_pool
+from support.faults import KINDS, InjectedError, open_kind, watched_pool
 
 Make = Callable[[Any], torch.optim.Optimizer]
 SINGLE = [range(i, i + 1) for i in range(4)]
@@ -110,9 +110,12 @@ def assert_same_run(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["roundpipe AdamW", "torch AdamW"])
-def test_nor_does_it_matter_how_long_copies_take(name: str, dtype: torch.dtype) -> None:
-    want = train(ALL[name], whole(), dtype)
-    with watched_pool(2, CpuChecks(delay_seed=1)) as pool:
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_does_it_matter_what_devices_there_are(
+    kind: str, name: str, dtype: torch.dtype
+) -> None:
+    with open_kind(kind) as pool:
+        want = train(ALL[name], whole(), dtype, devices=pool)
         got = train(ALL[name], lambda p, optimizer: p.step(optimizer), dtype, devices=pool)
     assert_same_run(got, want)
 
