@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from transformers import (
     CLIPVisionConfig,
     DynamicCache,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf.engine_stand_in import run_as_one_graph
 from hf.families import build
@@ -89,6 +92,30 @@ def test_a_model_that_accelerate_has_spread_over_devices() -> None:
     refused(model, "hf_device_map: accelerate moves its parts")
     model.hf_device_map = {"": "cpu"}
     assert cut_model(model).names[0] == "prefix"
+
+
+def test_a_model_whose_weights_accelerate_brings_when_they_are_needed() -> None:
+    model = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    refused(model, r"the forward of the model is replaced on the instance")
+
+
+class EarlyExit(LlamaForCausalLM):  # type: ignore[misc]
+    """Goes through as many layers as the hidden state seems to need."""
+
+    def forward(self, input_ids: torch.Tensor, **_options: Any) -> Any:
+        hidden = self.model.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1])[None]
+        rotary = self.model.rotary_emb(hidden, positions)
+        for layer in self.model.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+            if hidden.abs().mean() > 100:
+                break
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model.norm(hidden)))
+
+
+def test_a_llama_that_stops_when_it_likes() -> None:
+    model = EarlyExit(tiny_llama().config)
+    refused(model, r"between its layers it reads the values of a layer's output \(__bool__\)")
 
 
 def test_a_forward_patched_on_an_instance() -> None:

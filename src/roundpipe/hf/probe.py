@@ -90,7 +90,9 @@ def run_probe(
         layers: what may be a layer; the arguments of each call are kept, the inside is not watched.
     """
     watcher = _Watcher(model, layers)
-    with torch.no_grad(), quiet_random(), watcher.hooked(), watcher:
+    # Compiled layers would be compiled once more, for the watcher.
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, torch.no_grad(), quiet_random(), watcher.hooked(), watcher:
         output = model(**kwargs)
     return Probe(watcher.events, snapshot(output))
 
