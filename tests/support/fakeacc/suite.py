@@ -68,7 +68,11 @@ RUNS = (
     ),
 )
 SLOW_RUNS = (
-    Run("equality on 1, 2 and 4 devices", ("-m", "slow", "-k", "accelerator", *_EQUALITY), 4),
+    Run(
+        "equality on 1, 2 and 4 devices",
+        ("-m", "slow", "-k", "accelerator and not whole_matrix", *_EQUALITY),
+        4,
+    ),
     Run("the fake accelerator itself", ("-m", "slow", "tests/fakeacc")),
 )
 
