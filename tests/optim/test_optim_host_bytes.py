@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.compat import grad_dtype_is_settable
-from roundpipe.devices import CheckedPool, open_cpu_pool
 from support.backends import run_on
-from support.faults import watched_pool
+from support.faults import KINDS, open_kind, watched_pool
 
 SIZE = 64
 TRAINED, FROZEN = 3 * SIZE * SIZE, SIZE * SIZE
@@ -52,16 +51,16 @@ def host_bytes(pipe: RoundPipe, optimizer: torch.optim.Optimizer) -> int:
     pool = pipe._engine.pool
     for index in range(len(pool.devices)):
         run_on(pool, index, lambda: None).result()  # idle: what devices held is gone
-    everything = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    everything = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.is_cpu]
     everything += [part for part in parts(pipe, optimizer) if part is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}
     return sum(nbytes for nbytes in storages.values() if nbytes >= 2 * SIZE * SIZE)
 
 
-@pytest.fixture(params=["plain", "checked"])
+@pytest.fixture(params=KINDS)
 def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Devices whose memory is the host's, and devices with memory of their own."""
-    with open_cpu_pool(2) if request.param == "plain" else watched_pool(2) as opened:
+    with open_kind(request.param) as opened:
         yield opened
 
 
@@ -133,7 +132,7 @@ def test_what_other_optimizers_cost(pool: Any) -> None:
     """torch's read float32 gradients: all at once in a step function, one layer's otherwise."""
     whole = max(measure(pool, by_function, torch.optim.AdamW, torch.bfloat16))
     # Gradients in buffers of their own stay in them beside the float32 ones.
-    buffers = 2 if isinstance(pool, CheckedPool) else 0
+    buffers = 0 if pool.devices[0].shares_host_memory else 2
     assert whole == (18 + buffers) * TRAINED + 2 * FROZEN
     assert max(measure(pool, by_layer, torch.optim.AdamW, torch.bfloat16)) < whole
 
