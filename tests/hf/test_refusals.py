@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import nn
@@ -95,6 +95,7 @@ def test_a_model_that_accelerate_has_spread_over_devices() -> None:
 
 
 def test_a_model_whose_weights_accelerate_brings_when_they_are_needed() -> None:
+    accelerate: Any = importlib.import_module("accelerate")
     model = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
     refused(model, r"the forward of the model is replaced on the instance")
 
