@@ -7,13 +7,13 @@ Backward through it runs the call's backward plan on the devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .calls import Call
-from .compat import backward_keeps_graph
+from .compat import backward_keeps_graph, backward_reaches, hooks_of
 from .errors import StateError
 from .transfer import Value
 
@@ -27,13 +27,23 @@ class Bridge:
         call: the call, at the latest when its run has just been over.
         num_layers: layers of the model.
         run_backward: runs the call's backward on the devices.
+        parameters: the model's.
     """
 
-    def __init__(self, call: Call, num_layers: int, run_backward: RunBackward) -> None:
+    def __init__(
+        self,
+        call: Call,
+        num_layers: int,
+        run_backward: RunBackward,
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         self._call = call
         self._num_layers = num_layers
         self._run_backward = run_backward
         self._spent = False
+        # A hook on a parameter that is an input of the node would be called with None.
+        self._parameters = [p for p in parameters if p.requires_grad and hooks_of(p) is None]
+        self._anchor = torch.empty(0, device="cpu")
         self.inputs: list[tuple[torch.Tensor, Value]] = []
         self.outputs: list[Value] = []
         # Noted now, and not when the run is over: the caller may be at work beside it.
@@ -59,10 +69,12 @@ class Bridge:
         ]
         if not self.outputs:
             return {}
-        # Parameters are not inputs of the node, so something else must make the outputs require
-        # grad when no input of the user does.
-        anchor = torch.zeros((), requires_grad=True)
-        tensors = _PipelineNode.apply(self, anchor, *(tensor for tensor, _ in self.inputs))
+        # Something must make the outputs require grad when no input of the user does, and tell
+        # whether a backward is for everything. The parameters get no gradient through the node;
+        # they are its inputs so that a backward for one of them alone does not pass it by unseen.
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        inputs = [tensor for tensor, _ in self.inputs]
+        tensors = _PipelineNode.apply(self, self._anchor, *inputs, *self._parameters)
         pairs = zip(self.outputs, tensors, strict=True)
         return {id(value): tensor for value, tensor in pairs}
 
@@ -86,6 +98,7 @@ class Bridge:
                     "an input of a roundpipe forward was modified in place before backward, which "
                     "has to recompute from it; modify a copy"
                 )
+        self._call.gradients_of_parameters = self._is_for_parameters()
         keeps = backward_keeps_graph()
         self._spent = not keeps
         self._call.keeps_borders = keeps
@@ -96,7 +109,20 @@ class Bridge:
         for tensor, value in self.inputs:
             results.append(None if value.grad is None else value.grad.home().to(tensor.device))
             value.grad = None
-        return results
+        return results + [None] * len(self._parameters)
+
+    def _is_for_parameters(self) -> bool:
+        """Whether the backward that is running is for all leaves, not for some of the inputs."""
+        if backward_reaches(self._anchor):
+            return True
+        if any(backward_reaches(parameter) for parameter in self._parameters):
+            raise StateError(
+                "torch.autograd.grad, or backward(inputs=...), was called for a parameter of a "
+                "roundpipe model, whose gradients accumulate inside roundpipe: call backward() "
+                "without inputs and read the gradient in step_fn, or from parameter.grad after "
+                "synchronize()"
+            )
+        return False
 
 
 class _PipelineNode(torch.autograd.Function):

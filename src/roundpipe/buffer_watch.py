@@ -12,7 +12,7 @@ from torch import nn
 from .calls import BufferHistory, Call, Chain, StageTask
 from .devices.base import Device
 from .errors import StateError
-from .habits import LayerHabits, contents, written_since
+from .habits import LayerHabits, contents, same_bits, written_since
 from .plan import ModelExecutePlan
 from .records import LayerRecord
 from .replicas import BufferName, LayerOnDevice
@@ -68,7 +68,10 @@ class BufferWatch:
         if silent is None:
             silent = written_since(held, layer.buffers())
             self._habits.watched(mode, silent)
-        self._note(index, chain, _differing(before, now) | silent)
+        changed = _differing(before, now) | silent
+        # What a kernel writes unseen (batch statistics) lies beside what is counted (its calls).
+        paths = {path for path, _ in changed}
+        self._note(index, chain, changed | {name for name in now if name[0] in paths})
 
     def _note(self, index: int, chain: Chain, changed: set[BufferName]) -> None:
         """After a layer's forward: remember what its buffers held, if it ever changed any."""
@@ -154,7 +157,10 @@ def commit_buffers(call: Call, layers: Sequence[LayerRecord]) -> None:
         modules = dict(layers[index].module.named_modules())
         for path, name in sorted(history.changed):
             owner, value = modules[path], history.latest.get((path, name))
-            sharing = holders.get(id(owner._buffers.get(name)), {index})
+            old = owner._buffers.get(name)
+            if old is not None and value is not None and same_bits(old, value.home()):
+                continue
+            sharing = holders.get(id(old), {index})
             if len(sharing) > 1:
                 numbers = " and ".join(str(number) for number in sorted(sharing))
                 raise StateError(

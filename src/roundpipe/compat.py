@@ -221,6 +221,68 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(len(of_one_kind) > 0 for of_one_kind in hooks)
 
 
+def backward_reaches(leaf: torch.Tensor) -> bool:
+    """Whether the backward that is running shall give ``leaf`` a gradient.
+
+    Not so if it was called as ``backward(inputs=...)`` or ``torch.autograd.grad`` for others.
+    """
+    from torch.autograd.graph import get_gradient_edge
+
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # how it says that ``leaf`` is what torch.autograd.grad was called for
+        return True
+
+
+def hooks_of(tensor: torch.Tensor) -> Any:
+    """The hooks on the gradient of a leaf, as they are kept; None without any."""
+    return tensor._backward_hooks or None
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let the hooks on the gradient of ``source``, also later ones, see that of ``target``."""
+    if hooks_of(source) is not None:
+        target._backward_hooks = source._backward_hooks
+
+
+def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on a leaf."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+class Flattened(NamedTuple):
+    """A tensor of a subclass, taken apart."""
+
+    parts: dict[str, torch.Tensor]
+    rebuild: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+def flatten_subclass(tensor: torch.Tensor) -> Flattened | None:
+    """The tensors inside a wrapper subclass (quantised weights); None for other tensors."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+
+    def rebuild(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = kind.__tensor_unflatten__(parts, context, size, stride)
+        return result
+
+    return Flattened({name: getattr(tensor, name) for name in names}, rebuild)
+
+
+def storage_addresses(tensor: torch.Tensor) -> set[int]:
+    """Where the memory of a tensor, or of the tensors inside it, begins."""
+    inside = flatten_subclass(tensor)
+    if inside is not None:
+        return set().union(*(storage_addresses(part) for part in inside.parts.values()))
+    if tensor.layout is not torch.strided:
+        return set()
+    return {tensor.untyped_storage().data_ptr()}
+
+
 def compiled_graphs() -> int:
     """How many graphs ``torch.compile`` has made in this process."""
     utils = sys.modules.get("torch._dynamo.utils")

@@ -55,7 +55,17 @@ class StageCompute:
         gate = self._gate = StateGate(task, device, weights, place, keep)
         buffers = BufferWatch(call, task, device, weights, gate.fetch, habits)
         self._layers = LayerRunner(
-            call, task, device, weights, randomness, place, check, notes, gate, buffers
+            call,
+            task,
+            device,
+            weights,
+            randomness,
+            place,
+            check,
+            notes,
+            gate,
+            buffers,
+            habits,
         )
 
     def run(self, chain: Chain) -> None:

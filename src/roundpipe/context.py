@@ -25,10 +25,12 @@ class CallerContext:
     Attributes:
         autocast: the device types for which autocast was on.
         inference: whether inference mode was on.
+        default_device: type of the device on which the caller makes tensors, if it is not the host.
     """
 
     autocast: tuple[AutocastState, ...]
     inference: bool
+    default_device: str | None = None
 
     @classmethod
     def capture(cls, device_types: set[str]) -> CallerContext:
@@ -38,7 +40,8 @@ class CallerContext:
             for kind in sorted(device_types | {"cpu"})
             if torch.is_autocast_enabled(kind)
         )
-        return cls(states, torch.is_inference_mode_enabled())
+        default = torch.get_default_device().type
+        return cls(states, torch.is_inference_mode_enabled(), None if default == "cpu" else default)
 
     @contextlib.contextmanager
     def enter(self, requires_grad: bool) -> Iterator[None]:
@@ -47,6 +50,9 @@ class CallerContext:
             stack.enter_context(torch.set_grad_enabled(requires_grad))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
+            if self.default_device is not None:
+                # Without a number: the worker's own one of the kind.
+                stack.enter_context(torch.device(self.default_device))
             for state in self.autocast:
                 stack.enter_context(
                     torch.autocast(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from .replicas import BufferName
 
 Mode = tuple[int, bool]  # (layer, training)
+Attributes = list[tuple[str, nn.Module, dict[str, Any]]]
 
 
 class LayerHabits:
@@ -17,6 +20,7 @@ class LayerHabits:
 
     def __init__(self) -> None:
         self._silent: dict[Mode, frozenset[BufferName]] = {}
+        self._attributes_seen: set[Mode] = set()
         self._lock = threading.Lock()
 
     def silent_writes(self, mode: Mode) -> frozenset[BufferName] | None:
@@ -31,6 +35,35 @@ class LayerHabits:
         with self._lock:
             self._silent[mode] = self._silent.get(mode, frozenset()) | silent
 
+    def wants_attributes(self, mode: Mode) -> bool:
+        """Whether nobody has looked yet if the layer rebinds attributes; whoever asks will."""
+        with self._lock:
+            unseen = mode not in self._attributes_seen
+            self._attributes_seen.add(mode)
+            return unseen
+
+
+def attributes(layer: nn.Module) -> Attributes:
+    """The plain attributes of all modules of a layer."""
+    return [(path, module, dict(module.__dict__)) for path, module in layer.named_modules()]
+
+
+def rebound_since(before: Attributes) -> list[str]:
+    """The attributes that hold another object than before, by their names in the layer."""
+    names = []
+    for path, module, held in before:
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for name, value in module.__dict__.items():
+            old = held.get(name)
+            # Weight norm of the older kind computes its weight anew in a hook, each time.
+            if value is not old and not _same_atom(value, old) and name not in computed:
+                names.append(f"self.{path}.{name}" if path else f"self.{name}")
+    return names
+
+
+def _same_atom(one: object, other: object) -> bool:
+    return isinstance(one, bool | int | float | str | tuple | type(None)) and one == other
+
 
 def contents(buffers: Mapping[BufferName, torch.Tensor]) -> dict[BufferName, torch.Tensor]:
     """What buffers hold now, kept for :func:`written_since`."""
@@ -44,11 +77,12 @@ def written_since(
     return frozenset(
         name
         for name, old in before.items()
-        if name in buffers and not _same_bits(old, buffers[name])
+        if name in buffers and not same_bits(old, buffers[name])
     )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, any NaN like any other. Waits for the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_floating_point():

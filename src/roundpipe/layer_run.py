@@ -14,11 +14,13 @@ from .buffer_watch import BufferWatch
 from .calls import Call, Chain, Phase, StageTask
 from .costs import RunNotes
 from .devices.base import Device
+from .habits import LayerHabits, attributes, rebound_since
 from .microbatch.tree import flatten
 from .random_state import BACKWARD, LayerKey, LayerRandomness, layer_seed
 from .recompute import LayerPass, enter_replay, running
 from .stage_state import Place, State, StateGate
 from .stage_weights import StageWeights
+from .trace import logger
 
 
 class LayerRunner:
@@ -36,6 +38,7 @@ class LayerRunner:
         notes: RunNotes,
         gate: StateGate,
         buffers: BufferWatch,
+        habits: LayerHabits,
     ) -> None:
         self._call = call
         self._task = task
@@ -47,6 +50,7 @@ class LayerRunner:
         self._notes = notes
         self._gate = gate
         self._buffers = buffers
+        self._habits = habits
         self._in_backward = self._seeds_backward = False
         self._marks: list[RemovableHandle] = []
 
@@ -59,8 +63,20 @@ class LayerRunner:
 
         # The fused stage is not recomputed.
         wanted = keeps and self._task.phase is Phase.FORWARD
+        layer_pass = LayerPass(keep=keep if wanted else None)
+        layer = self._weights.layers[index].module
+        before = attributes(layer) if self._habits.wants_attributes((index, layer.training)) else []
         with self._buffers.watching(index, chain):
-            return self._run(index, chain, state, LayerPass(keep=keep if wanted else None))
+            output = self._run(index, chain, state, layer_pass)
+        names = rebound_since(before)
+        if names:
+            logger.warning(
+                "layer %d (%s) rebinds %s in its forward. Forwards run on replicas of the layer, "
+                "with which that is lost: use a buffer (register_buffer), or return it. "
+                "roundpipe.verify tells more",
+                index, type(layer).__name__, ", ".join(names[:4]),
+            )  # fmt: skip
+        return output
 
     def again(self, index: int, chain: Chain, state: State) -> Any:
         """The layer's recompute on the microbatch."""

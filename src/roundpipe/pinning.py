@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from .compat import host_register
+from .compat import flatten_subclass, host_register
 from .devices.base import Device
 from .errors import InvalidValueError
 
@@ -29,7 +29,9 @@ def pin_parameters(
             f"pin_model is {mode!r}; choose one of {', '.join(map(repr, PIN_MODES))}"
         )
     accelerators = [device for device in devices if device.torch_device.type != "cpu"]
-    unpinned = [p for p in parameters if p.device.type == "cpu" and not _is_pinned(p)]
+    # Tensors inside a wrapper subclass stay where they are: they are not its own to move.
+    movable = [p for p in parameters if p.device.type == "cpu" and flatten_subclass(p) is None]
+    unpinned = [p for p in movable if not _is_pinned(p)]
     if not accelerators or mode == "off":
         return
     if mode == "register" and all(

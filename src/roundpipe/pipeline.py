@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .admission import check_parameters
 from .arrivals import Entry
 from .autograd import Bridge
 from .buffer_watch import commit_buffers, on_one_device_with_buffers
@@ -99,7 +100,7 @@ class RoundPipe(MeasuredModel):
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         layers = _layers_of(model)
-        _check_on_host(model)
+        check_parameters(model)
         if not isinstance(model_run_config, RoundPipeRunConfig):
             raise InvalidTypeError(
                 f"model_run_config is a {type(model_run_config).__name__}; give a "
@@ -181,7 +182,11 @@ class RoundPipe(MeasuredModel):
             call = self._new_call(run_type, config, batch)
             stages = forward_stages(call.plan, run_type, self._first_trainable(call))
             num_layers = len(self._engine.store.layers)
-            bridge = Bridge(call, num_layers, self._run_backward) if call.keeps_grad else None
+            bridge = (
+                Bridge(call, num_layers, self._run_backward, self.model.parameters())
+                if call.keeps_grad
+                else None
+            )
             if config.merge_output is False:
                 return self._launch(call, stages, bridge, [m.rows for m in batch.microbatches])
             with self._effects(call):
@@ -569,15 +574,6 @@ def _layers_of(model: Any) -> list[nn.Module]:
     if len(model) == 0:
         raise InvalidValueError("the nn.Sequential has no layers; give it at least one")
     return list(model)
-
-
-def _check_on_host(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
-            raise InvalidTypeError(
-                f"parameter {name!r} is on {parameter.device}; weights live in host memory: call "
-                'model.to("cpu") before wrapping'
-            )
 
 
 def _check_inputs(args: Any, kwargs: Any, loss_fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -41,7 +41,7 @@ def layer_seed(call_seed: int, microbatch: int, layer: int) -> int:
 
 def draw_call_seed() -> int:
     """One number of the caller's generator: ``torch.manual_seed`` decides it."""
-    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
 class LayerRandomness:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .calls import Chain, StageTask
+from .compat import storage_addresses
 from .devices.base import Category, Device
 from .microbatch.tree import flatten, unflatten
 from .stage_weights import StageWeights
@@ -267,10 +268,8 @@ class StateGate:
 
     def _unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, copied if it lies in a parameter or buffer that later calls change."""
-        if tensor.layout is not torch.strided:
-            return tensor
-        address = tensor.untyped_storage().data_ptr()
-        return tensor.clone() if self._weights.holds_storage(address) else tensor
+        held = any(self._weights.holds_storage(address) for address in storage_addresses(tensor))
+        return tensor.clone() if held else tensor
 
     def _keep_copy(self, value: Value, raw: torch.Tensor) -> bool:
         """Leave a copy on the device for later stages. Returns whether it is there."""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .compat import has_post_accumulate_hooks, share_hooks, storage_addresses
 from .devices.base import Category, Device, Event, Stream
-from .errors import InvalidTypeError
+from .errors import InvalidTypeError, StateError
 from .gradients import Contributor, GradientSlot
 from .parameters import ParameterStore
 from .records import ParameterRecord
@@ -92,6 +93,13 @@ class StageWeights:
         leaf = nn.Parameter(source, requires_grad=record.parameter.requires_grad)
         if record.parameter.__dict__:
             leaf.__dict__.update(record.parameter.__dict__)
+        if self._keeps_grad:
+            share_hooks(record.parameter, leaf)
+            if has_post_accumulate_hooks(record.parameter):
+                raise StateError(
+                    f"parameter {record.name!r} has a hook for after its gradient was accumulated, "
+                    "which would see a device's copy of the parameter; do in step_fn what it does"
+                )
         return leaf
 
     def _slot(self, record: ParameterRecord) -> GradientSlot:
@@ -134,11 +142,10 @@ class StageWeights:
     def holds_storage(self, address: int) -> bool:
         """Whether the memory at ``address`` is that of a parameter or buffer of the stage."""
         if self._storages is None:
-            tensors = [leaf for _, leaf in self._leaves.values()]
-            self._storages = {leaf.untyped_storage().data_ptr() for leaf in tensors}
+            tensors: list[torch.Tensor] = [leaf for _, leaf in self._leaves.values()]
             for layer in self.layers.values():
-                for buffer in layer.buffers().values():
-                    self._storages.add(buffer.untyped_storage().data_ptr())
+                tensors += layer.buffers().values()
+            self._storages = set().union(*(storage_addresses(tensor) for tensor in tensors))
         return address in self._storages
 
     def issue(self, wanted_bytes: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compat import flatten_subclass
 from .devices.base import Category, Device, Event, Moment, Stream
 from .microbatch.tree import Structure, flatten, unflatten
 
@@ -257,7 +258,14 @@ class ChunkedUpload:
         self._next = 0
 
     def add(self, source: torch.Tensor, category: Category) -> torch.Tensor:
-        """Plan the copy of one host tensor. Returns its place on the device, still unwritten."""
+        """Plan the copy of one host tensor. Returns its place on the device, still unwritten.
+
+        Of a wrapper subclass (quantised weights) the tensors inside it are copied, as they are.
+        """
+        inside = flatten_subclass(source)
+        if inside is not None:
+            parts = {name: self.add(part, category) for name, part in inside.parts.items()}
+            return inside.rebuild(parts)
         device = self._device
         target = device.empty(source, Stream.WEIGHTS, category)
         nbytes = source.numel() * source.element_size()

@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "replicas",
         "grafting",
         "pinning",
+        "admission",
         "binding",
         "gradients",
     ),
@@ -61,7 +62,18 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("wrapping",),
     ("cli",),
 )
-PACKAGES = ("plan", "microbatch", "devices", "costs", "optim", "plot", "hf", "wrapping", "verification", "cli")
+PACKAGES = (
+    "plan",
+    "microbatch",
+    "devices",
+    "costs",
+    "optim",
+    "plot",
+    "hf",
+    "wrapping",
+    "verification",
+    "cli",
+)
 EXPORTS = "__init__"  # roundpipe/__init__.py: names of the engine, for users and for `cli`
 
 Problems = Iterator[str]

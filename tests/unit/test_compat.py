@@ -282,3 +282,50 @@ def test_hooks_of_an_optimizer_and_of_all_optimizers() -> None:
         handle = register_optimizer_step_pre_hook(lambda *_: None)
         stack.callback(handle.remove)
         assert compat.has_step_hooks(optimizer)
+
+
+def test_hooks_of_a_leaf_can_be_seen_and_shared() -> None:
+    one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    assert compat.hooks_of(one) is None
+    compat.share_hooks(one, other)
+    assert compat.hooks_of(other) is None
+    one.register_hook(lambda grad: grad * 2)
+    compat.share_hooks(one, other)
+    (other * 3).backward()
+    assert other.grad is not None
+    assert other.grad.item() == 6.0
+    assert not compat.has_post_accumulate_hooks(one)
+    one.register_post_accumulate_grad_hook(lambda _: None)
+    assert compat.has_post_accumulate_hooks(one)
+
+
+def test_a_backward_tells_for_which_leaves_it_is() -> None:
+    asked: list[tuple[bool, bool]] = []
+    one, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            asked.append((compat.backward_reaches(one), compat.backward_reaches(other)))
+            return grad, grad
+
+    def result() -> torch.Tensor:
+        summed: torch.Tensor = Ask.apply(one, other)
+        return summed
+
+    result().backward()
+    result().backward(inputs=[one])
+    torch.autograd.grad(result(), other)
+    assert asked == [(True, True), (True, False), (False, True)]
+
+
+def test_tensor_subclasses_are_taken_apart_and_plain_tensors_are_not() -> None:
+    plain = torch.ones(2)
+    assert compat.flatten_subclass(plain) is None
+    assert compat.flatten_subclass(torch.nn.Parameter(plain)) is None
+    assert compat.storage_addresses(plain) == {plain.untyped_storage().data_ptr()}
+    assert compat.storage_addresses(plain.to_sparse()) == set()

@@ -44,8 +44,10 @@ def empty_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not offset:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-    storage = torch.empty(offset + span, dtype=like.dtype).untyped_storage()
-    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.shape, like.stride())
+    storage = torch.empty(offset + span, dtype=like.dtype, device="cpu").untyped_storage()
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(
+        storage, offset, like.shape, like.stride()
+    )
 
 
 def offset_elements(like: torch.Tensor) -> int:
