@@ -12,7 +12,9 @@ from torch import nn
 
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import InvalidTypeError, InvalidValueError, StateError
+from roundpipe.microbatch.packed import RoundPipePackedData
 from roundpipe.wrapping import NoSequenceError, PartedModel
+from roundpipe.wrapping.parts import Part
 from wrapping.nets import Block, Net, loss_of, token_ids, train, train_plain
 
 
@@ -224,7 +226,17 @@ def test_what_code_reads_of_a_part_is_the_original() -> None:
         torch.testing.assert_close(got, parameter, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_neighbours_with_options_of_their_own_exchange_microbatches() -> None:
+def test_neighbours_with_options_of_their_own_exchange_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[bool] = []
+    forward = Part.forward
+
+    def watched(self: Part, *args: Any, **kwargs: Any) -> Any:
+        packed.append(isinstance(args[0], RoundPipePackedData))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Part, "forward", watched)
     net = nn.Sequential(Block(), Block(), nn.Identity(), Block(), nn.Flatten())
     config = RoundPipeRunConfig(recompute_grain="layer")
     inputs = torch.randn(7, 3, 64)
@@ -235,6 +247,7 @@ def test_neighbours_with_options_of_their_own_exchange_microbatches() -> None:
             RoundPipeRunConfig(),
         ]
         output = pipe(inputs)
+        assert packed == [False, True, True]
         torch.testing.assert_close(output, net(inputs), rtol=1e-6, atol=1e-6)
         output.sum().backward()
         pipe.synchronize()
