@@ -75,13 +75,18 @@ class OptimizerStep:
     def run(self, store: ParameterStore, submission: Submission) -> None:
         """Update all layers, and publish them unless that is left to the next step."""
         publishes = self.lag == 0
-        if not publishes:
-            store.publish(submission.version, submission.declared)
         try:
+            if not publishes:
+                store.publish(submission.version, submission.declared)
             _Update(self, store, submission).run()
             for scheduler in self.schedulers:
                 scheduler.step()
+        except BaseException:
+            store.mark_all_dirty()  # any master may have changed before
+            raise
         finally:
+            for _, contributions in submission.gradients:  # what nobody came to
+                _release(contributions)
             if publishes:
                 # What no layer's turn has published; after a failure runs wait for it, too.
                 store.publish(submission.version + 1, submission.declared)

@@ -125,9 +125,9 @@ class FunctionStep:
 
     def run(self, store: ParameterStore, submission: Submission) -> None:
         """Publish, fold the gradients, run the function."""
-        store.publish(submission.version, submission.declared)
         contributions = [c for _, group in submission.gradients for c in group]
         try:
+            store.publish(submission.version, submission.declared)
             while submission.gradients:
                 # Not in a loop's variable: what was copied into a master is freed at once.
                 store.fold(*submission.gradients.pop(0))

@@ -14,6 +14,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.binding import Binding
 from roundpipe.devices import CpuChecks
 from roundpipe.errors import InvalidTypeError, InvalidValueError
+from roundpipe.parameters import ParameterStore
 from support.faults import KINDS, InjectedError, open_kind, watched_pool
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -325,6 +326,14 @@ def test_masters_that_the_optimizer_does_not_have_keep_their_gradient() -> None:
         assert bias.grad.item() == 6.0
 
 
+def ones(count: int) -> nn.Sequential:
+    """Layers that multiply by a weight of one."""
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(count)))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    return model
+
+
 # --- failures -----------------------------------------------------------------------------------
 
 
@@ -360,6 +369,39 @@ def test_a_failure_in_the_middle_is_raised_once_and_nobody_waits_for_ever() -> N
             pipe.step(optimizer)
             pipe.synchronize()
             assert [layer.weight.item() for layer in layers] == [0.0] * 4
+
+
+@pytest.mark.parametrize("way", ["function", "optimizer", "layer by layer"])
+def test_a_failed_publish_leaves_no_call_waiting_for_a_gradients_buffer(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched_pool(2) as pool:
+        with RoundPipe(ones(4), devices=pool, model_run_config=CONFIG) as pipe:
+            optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.5)
+
+            def iterate() -> None:
+                pipe.forward_backward((torch.ones(2, 1),), loss_fn=total)
+                if way == "function":
+                    whole(is_async=True)(pipe, optimizer)
+                else:
+                    pipe.step(optimizer, is_async=way == "optimizer")
+
+            iterate()
+            pipe.synchronize()
+            with monkeypatch.context() as patched:
+
+                def fail(*_args: object) -> None:
+                    raise InjectedError("no copy")
+
+                patched.setattr(ParameterStore, "publish_layer", fail)
+                iterate()
+                with pytest.raises(InjectedError):
+                    pipe.synchronize()
+            pipe.synchronize()
+            iterate()
+            pipe.synchronize()
+            masters = [master.item() for master in pipe.optim_parameters()]
+            assert [p.item() for p in pipe.model.parameters()] == masters
 
 
 @pytest.mark.parametrize(
