@@ -44,8 +44,12 @@ class LayerHabits:
 
 
 def attributes(layer: nn.Module) -> Attributes:
-    """The plain attributes of all modules of a layer."""
-    return [(path, module, dict(module.__dict__)) for path, module in layer.named_modules()]
+    """The plain attributes of all modules of a layer, but torch's own, which may cache."""
+    return [
+        (path, module, dict(module.__dict__))
+        for path, module in layer.named_modules()
+        if not type(module).__module__.startswith("torch.")
+    ]
 
 
 def rebound_since(before: Attributes) -> list[str]:

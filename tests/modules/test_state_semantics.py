@@ -153,17 +153,30 @@ def test_a_rebound_attribute_is_told_once(caplog: pytest.LogCaptureFixture) -> N
     assert "use a buffer (register_buffer)" in told[0]
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.cell(x)[0]
+        return out
+
+
 def test_layers_that_only_use_their_attributes_are_not_accused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the older weight norm says that it is older
         normed = nn.utils.weight_norm(nn.Linear(4, 4))
-    layers = [normed, nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 4)]
+    layers = [normed, nn.BatchNorm1d(4), nn.Dropout(0.1), Recurrent()]
     with RoundPipe(nn.Sequential(*layers), devices="cpu:2") as pipe:
         with caplog.at_level(logging.WARNING, "roundpipe"):
             pipe.forward_backward((X,), loss_fn=sum_loss)
     assert caplog.records == []
+    model = nn.Sequential(nn.Linear(4, 4), Recurrent())
+    report = roundpipe.verify(model, X, torch.zeros(6, 4), square_sum, num_microbatches=(1,))
+    assert report.of("layer 1 (Recurrent)") in ([], ["batch"]), str(report)
 
 
 def test_a_layer_that_looks_at_training_is_equal_in_both_modes() -> None:

@@ -31,9 +31,14 @@ def fingerprint(value: object, depth: int = 0) -> object:
 
 
 def attributes_of(layer: nn.Module) -> State:
-    """The plain attributes of all modules of a layer, by their names in it."""
+    """The plain attributes of all modules of a layer, by their names in it.
+
+    Those of torch's own modules are caches (an LSTM lists its weights anew).
+    """
     state: State = {}
     for path, module in layer.named_modules():
+        if type(module).__module__.startswith("torch."):
+            continue
         prefix = f"{path}." if path else ""
         for name, value in module.__dict__.items():
             if name not in _OWN and not name.endswith("hooks") and not _is_bound(value):
