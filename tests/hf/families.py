@@ -134,6 +134,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"ssm_multipliers": [1.0] * 5},
     "gemma3n_text": {
+        "intermediate_size": [48] * LAYERS,
         "num_kv_shared_layers": 2,
         "layer_types": _ALTERNATING,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
