@@ -41,12 +41,14 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+BENCHMARKS := engine soak microbatch optimizer steps accumulation plan plan_real log_cost wrap head replay \
+	models fuzz
+
+# Long: hours on two cores. `make bench BENCHMARKS=engine` runs one of them.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/engine.py
-	$(BIN)/python benchmarks/soak.py
-	$(BIN)/python benchmarks/microbatch.py
-	$(BIN)/python benchmarks/optimizer.py
-	$(BIN)/python benchmarks/plan.py
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
+	PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite --slow
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -168,6 +169,29 @@ class WrappedModel(nn.Module):
             f"{self.name}: the parameters of a RoundPipe stay where they are, in host memory, and "
             "keep their dtype; convert or move the model before wrapping it"
         )
+
+    # --- end of life -------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidTypeError(
+            f"{self.name} cannot be pickled: it owns threads. Save model.state_dict() after "
+            "synchronize() instead, or copy the plain model and wrap the copy"
+        )
+
+    def close(self) -> None:
+        """End the model's threads (a pool that was passed in stays open). May be called twice."""
+        self._close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class OptimizerCtx:

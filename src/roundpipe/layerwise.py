@@ -10,7 +10,8 @@ the gradients where they arrived and write the new parameters in the same pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .errors import InvalidTypeError, InvalidValueError
 from .gradients import Contribution
 from .parameters import ParameterStore, Submission
 from .records import LayerRecord, ParameterRecord
+from .stepping import FunctionStep, Stepper
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds as much to the norm
@@ -271,18 +273,43 @@ class _Update:
         return param.grad
 
 
-def optimizer_step(
+def submit_step(
+    stepper: Stepper,
+    model_name: str,
+    step_fn: Callable[..., Any] | torch.optim.Optimizer,
+    is_async: bool | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """What ``step(step_fn, is_async, *args, **kwargs)`` of a wrapped model does.
+
+    Raises:
+        InvalidTypeError: ``step_fn`` is neither a function nor an optimizer, or there are arguments
+            that only a function could take.
+        InvalidValueError: see :class:`OptimizerStep`.
+        BaseException: what :meth:`Stepper.submit` raises.
+    """
+    if isinstance(step_fn, torch.optim.Optimizer):
+        step = _optimizer_step(step_fn, bool(is_async), args, kwargs)
+        step.check_masters(stepper.store, model_name)
+        stepper.guard_state(step_fn)
+        stepper.submit(step, bool(is_async) or step.lag == 0)
+    elif callable(step_fn):
+        job = FunctionStep(functools.partial(step_fn, *args, **kwargs))
+        stepper.submit(job, is_async is None or is_async)
+    else:
+        raise InvalidTypeError(
+            f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer, "
+            "or the optimizer"
+        )
+
+
+def _optimizer_step(
     optimizer: torch.optim.Optimizer,
     is_async: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> OptimizerStep:
-    """The step that ``RoundPipe.step(optimizer, is_async, *args, **kwargs)`` asks for.
-
-    Raises:
-        InvalidTypeError: arguments that only a step function could take.
-        InvalidValueError: see :class:`OptimizerStep`.
-    """
     unknown = sorted(kwargs.keys() - {"scheduler", "max_norm"})
     if args or unknown:
         given = [*(repr(arg) for arg in args), *unknown]

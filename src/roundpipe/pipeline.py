@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +33,7 @@ from .errors import (
     add_where,
 )
 from .in_flight import DROPPED, Airborne, InFlightCall, PackedOutputs, fed_by
-from .layerwise import optimizer_step
+from .layerwise import submit_step
 from .measuring import MeasuredModel
 from .microbatch import Batch, packed_count, packed_leaves, split_batch
 from .parameters import ParameterStore
@@ -48,7 +46,7 @@ from .results import (
     summed_losses,
     wait_homecoming,
 )
-from .stepping import FunctionStep, Step, Stepper
+from .stepping import Stepper
 from .trace import EventLog
 from .transfer import Border
 
@@ -442,21 +440,8 @@ class RoundPipe(MeasuredModel):
             BaseException: what an earlier step in flight raised (this step is then not run), or
                 what this synchronous one raised. Once, the same object.
         """
-        step: Step
-        if isinstance(step_fn, torch.optim.Optimizer):
-            step = optimizer_step(step_fn, bool(is_async), args, kwargs)
-            step.check_masters(self._engine.store, self.name)
-            self._stepper.guard_state(step_fn)
-        elif callable(step_fn):
-            is_async = is_async is None or is_async
-            step = FunctionStep(functools.partial(step_fn, *args, **kwargs))
-        else:
-            raise InvalidTypeError(
-                f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer, "
-                "or the optimizer"
-            )
         with self._one_call():
-            self._stepper.submit(step, is_async or step.lag == 0)
+            submit_step(self._stepper, self.name, step_fn, is_async, args, kwargs)
 
     def synchronize(self) -> None:
         """Wait for everything; the model's parameters then hold the latest masters.
@@ -501,29 +486,6 @@ class RoundPipe(MeasuredModel):
             twin.set_original_model(original)
         self._engine.store.copy_masters_to(twin._engine.store)
         return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidTypeError(
-            f"{self.name} cannot be pickled: it owns threads. Save model.state_dict() after "
-            "synchronize() instead, or copy.deepcopy it"
-        )
-
-    # --- end of life -------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """End the model's threads (a pool that was passed in stays open). May be called twice."""
-        self._close()
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _OneCall:

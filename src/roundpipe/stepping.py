@@ -172,7 +172,7 @@ class Stepper:
 
     def __init__(self, store: ParameterStore, model_name: str, log: EventLog | None = None) -> None:
         self._log = log
-        self._store = store
+        self.store = store
         self._name = model_name
         self._worker: Worker | None = None
         self._job: _Job | None = None
@@ -192,7 +192,7 @@ class Stepper:
             StateError: see :meth:`ParameterStore.follow_user_writes`.
         """
         self.wait()
-        store = self._store
+        store = self.store
         store.follow_user_writes()
         # Taken now and not when the thread gets to it: gradients of a later call belong to the
         # next step (rule 5 of the store).
@@ -241,7 +241,7 @@ class Stepper:
         begin_ns = clock_ns()
         self._done.wait(self._submitted, f"the caller of {self._name}")
         if clock_ns() - begin_ns >= _LEAST_WAIT_NS:
-            self._note("step_wait", self._store.submitted_version, begin_ns)
+            self._note("step_wait", self.store.submitted_version, begin_ns)
 
     def _note(self, phase: str, version: int, begin_ns: int) -> None:
         if self._log is not None:
@@ -262,7 +262,7 @@ class Stepper:
             BaseException: what the step raised.
             StateError: see :meth:`ParameterStore.follow_user_writes`.
         """
-        store = self._store
+        store = self.store
         try:
             self.wait()
         finally:
@@ -299,7 +299,7 @@ class Stepper:
         begin_ns = clock_ns()
         try:
             with masters_visible:
-                job.step.run(self._store, job.submission)
+                job.step.run(self.store, job.submission)
         except BaseException as error:  # noqa: BLE001 - kept for the caller, raised there
             add_where(error, Where(model=self._name, phase="step"))
             job.error = error

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,8 +18,8 @@ from roundpipe.devices import DevicePool, open_pool
 from roundpipe.errors import InvalidTypeError, InvalidValueError, StateError, Where, add_where
 from roundpipe.facade import WrappedModel
 from roundpipe.grafting import Graft, graft
-from roundpipe.layerwise import optimizer_step
-from roundpipe.stepping import FunctionStep, Step, Stepper
+from roundpipe.layerwise import submit_step
+from roundpipe.stepping import Stepper
 from roundpipe.wrapping.choose import ChainSpec, Choice, PartSpec
 from roundpipe.wrapping.group_store import GroupStore
 from roundpipe.wrapping.parts import Chain, Current, Part, PartCall, StandIn, merged_config
@@ -178,20 +177,8 @@ class PartedModel(WrappedModel):
         Raises:
             InvalidTypeError: ``step_fn`` is neither.
         """
-        step: Step
-        if isinstance(step_fn, torch.optim.Optimizer):
-            step = optimizer_step(step_fn, bool(is_async), args, kwargs)
-            step.check_masters(self._group, self.name)
-        elif callable(step_fn):
-            is_async = is_async is None or is_async
-            step = FunctionStep(functools.partial(step_fn, *args, **kwargs))
-        else:
-            raise InvalidTypeError(
-                f"step_fn is a {type(step_fn).__name__}; give a function that steps the optimizer, "
-                "or the optimizer"
-            )
         with self._one_call():
-            self._stepper.submit(step, is_async or step.lag == 0)
+            submit_step(self._stepper, self.name, step_fn, is_async, args, kwargs)
 
     def synchronize(self) -> None:
         """As :meth:`RoundPipe.synchronize`, for all parameters of the model."""
@@ -250,21 +237,6 @@ class PartedModel(WrappedModel):
         self.model.train(mode)
         return self
 
-    def close(self) -> None:
-        """End the model's threads (a pool that was passed in stays open). May be called twice."""
-        self._close()
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         names = ", ".join(self._part_names)
         return f"PartedModel({self.name!r}, {type(self.model).__name__} in parts: {names})"
@@ -273,12 +245,6 @@ class PartedModel(WrappedModel):
         raise InvalidTypeError(
             f"{self.name} cannot be copied, because it has several parts: copy the plain model "
             "after synchronize() and wrap the copy"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InvalidTypeError(
-            f"{self.name} cannot be pickled: it owns threads. Save model.state_dict() after "
-            "synchronize() instead"
         )
 
 
