@@ -50,6 +50,9 @@ def test_the_manual_lists_every_key_with_its_default() -> None:
     for section, value in recipe.model_dump().items():
         keys = value if isinstance(value, dict) else {"": value}
         defaults |= {f"{section}.{key}".rstrip("."): default for key, default in keys.items()}
+    # The section is optional: none by default, and with defaults of its own.
+    adapter = AdapterSection().model_dump()
+    defaults |= {f"adapter.{key}": default for key, default in adapter.items()}
     assert {key for key, _ in rows} == set(defaults)
     assert len(rows) == len(defaults)
     for key, shown in rows:
@@ -217,8 +220,8 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, added: str, said: str)
         ("sede=1", "--set sede=1: sede: no such key; did you mean 'seed'?"),
         (
             "a.b=1",
-            "--set a.b=1: a: no such key; the keys here are model, data, training, optimizer, "
-            "schedule, sample, output, devices, seed",
+            "--set a.b=1: a: no such key; the keys here are model, adapter, data, training, "
+            "optimizer, schedule, sample, output, devices, seed",
         ),
         (
             "output.folder=null",
