@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.cli.problems import UsageError
-from roundpipe.cli.recipe import OptimizerSection, Recipe, ScheduleSection, TrainingSection
+from roundpipe.cli.recipe import (
+    AdapterSection,
+    OptimizerSection,
+    Recipe,
+    ScheduleSection,
+    TrainingSection,
+)
 from roundpipe.cli.recipe_file import read_recipe, write_recipe
 
 SHORTEST = "model:\n  source: some/model\noutput:\n  folder: out\n"
