@@ -198,6 +198,33 @@ def test_dropout_and_models_of_one_layer_are_equal() -> None:
     assert str(report).startswith("Equal: outputs, losses, gradients and buffers are those of")
 
 
+def shared(module: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), module, nn.Linear(4, 4), module)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())],
+    ids=lambda module: type(module).__name__,
+)
+def test_one_module_in_several_places_is_no_difference(module: nn.Module) -> None:
+    report = roundpipe.verify(shared(module), X, torch.zeros(6, 4), square_sum)
+    assert report.ok, str(report)
+    assert len(report.compared) == 9
+
+
+def test_a_module_that_is_a_layer_and_within_another_is_no_difference() -> None:
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), act), act, nn.Linear(4, 4))
+    report = roundpipe.verify(model, X, torch.zeros(6, 4), square_sum)
+    assert report.ok, str(report)
+
+
+def test_a_wrong_module_in_several_places_is_found_still() -> None:
+    report = roundpipe.verify(shared(NeverTheSame(4, 4)), X, torch.zeros(6, 4), square_sum)
+    assert "recompute" in report.of("layer 1 (NeverTheSame)")
+
+
 def test_nothing_of_the_users_is_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), KeepsHistory(4, 4))
     model[0].weight.grad = torch.ones(4, 4)
