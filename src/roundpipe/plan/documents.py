@@ -12,20 +12,20 @@ A costs file holds what a workload is made of::
     }
 
 ``devices`` is a number of equal devices, described beside it, or a list of objects, one per device.
-``rules`` say how the engine orders work. What else a model writes beside its costs
-(:data:`REMARKS`) does not change a plan.
+``rules`` say how the engine orders work, this package's own where they are left out. What
+else a model writes beside its costs (:data:`REMARKS`) does not change a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.plan.costs import DeviceSpec, LayerCosts, Machine
 from roundpipe.plan.stage_plan import StagePlan
-from roundpipe.plan.workload import EngineRules, Workload, check_count
+from roundpipe.plan.workload import ENGINE_RULES, EngineRules, Workload, check_count
 
 REMARKS = frozenset({"kind", "source", "layer_names"})
 """Entries of a costs file that tell where the numbers are from."""
@@ -146,7 +146,7 @@ def _rules(document: object) -> EngineRules:
     for name, value in chosen.items():
         if not isinstance(value, bool):
             raise InvalidTypeError(f"rules.{name} is {value!r}; expected true or false")
-    return EngineRules(**chosen)
+    return replace(ENGINE_RULES, **chosen)
 
 
 def _check_names(what: str, document: object, known: set[str]) -> None:

@@ -41,7 +41,11 @@ class EngineRules:
 
 
 ENGINE_RULES = EngineRules(early_recompute=False, overlap_calls=False)
-"""How this package's engine orders work: a call returns when its last stage has ended."""
+"""How this package's engine orders work: a call returns when its last stage has ended.
+
+Costs files without rules are read so. The defaults of :class:`EngineRules` are those of the
+published figures.
+"""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.plan import (
+    ENGINE_RULES,
     DeviceSpec,
     LayerCost,
     LayerCosts,
@@ -74,6 +76,14 @@ def test_one_device_and_two_microbatches_unless_said_otherwise() -> None:
     workload = workload_from_document({"layers": [{"forward_ms": 1.0}]})
 
     assert (len(workload.machine), workload.microbatches, workload.mode) == (1, 2, "sync")
+
+
+def test_rules_are_the_engines_own_unless_said_otherwise() -> None:
+    layers = [{"forward_ms": 1.0}]
+
+    assert workload_from_document({"layers": layers}).rules == ENGINE_RULES
+    overlapping = workload_from_document({"layers": layers, "rules": {"overlap_calls": True}})
+    assert overlapping.rules == replace(ENGINE_RULES, overlap_calls=True)
 
 
 LAYERS = [{"forward_ms": 1.0}]
