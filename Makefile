@@ -22,7 +22,8 @@ train: $(STAMP)
 
 # One process for each core, one thread in each: the engine's tests bring threads of their own.
 # With ARGS, what they select; without, also the suites on the fake accelerator.
-test: export OMP_NUM_THREADS := 1
+test test-slow: export OMP_NUM_THREADS := 1
+test test-slow: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite)

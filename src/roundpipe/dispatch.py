@@ -32,7 +32,7 @@ from .stage_state import Place
 from .stage_weights import StageWeights
 from .trace import EventLog, clock_ns
 from .transfer import Value
-from .workers import Counter, Scope
+from .workers import Counter, Scope, Uninterrupted
 
 OUT_OF_MEMORY_ADVICE = (
     "to lower what a device must hold, in this order: a larger num_microbatch; "
@@ -174,13 +174,16 @@ class Run:
         by_device: dict[int, list[StageTask]] = {}
         for task in self.tasks:
             by_device.setdefault(task.device, []).append(task)
-            engine.store.declare_reads(task.layers)
         devices = engine.pool.devices
-        self._jobs = {
+        jobs = {
             d: _Job(_DeviceRun(self, devices[d], tasks), self._done)
             for d, tasks in by_device.items()
         }
-        engine.pool.submit(self._jobs)
+        with Uninterrupted():  # a publish waits for every read that was announced
+            for task in self.tasks:
+                engine.store.declare_reads(task.layers)
+            self._jobs = jobs
+            engine.pool.submit(jobs)
 
     def wait(self) -> None:
         """Block until the devices are done.

@@ -35,7 +35,7 @@ from .results import outputs_of, wait_homecoming
 from .stepping import Stepper
 from .trace import logger
 from .transfer import Border, Value
-from .workers import Scope
+from .workers import Scope, Uninterrupted
 
 DROPPED = "gradients accumulated since the last step were dropped"
 
@@ -68,9 +68,11 @@ class InFlightCall:
             BaseException: the first failure, if there was one by then. The call is settled.
         """
         try:
-            for call in self.upstream:
-                self.run.scope.follow(call.run.scope)
-            self.run.start()
+            with Uninterrupted():  # a run that was started is known to its model, no other is
+                for call in self.upstream:
+                    self.run.scope.follow(call.run.scope)
+                self._airborne.flight = self
+                self.run.start()
             self.run.wait_first()
         except BaseException as error:
             self._fail(error)

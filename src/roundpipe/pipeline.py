@@ -258,8 +258,28 @@ class RoundPipe(MeasuredModel):
     def _resolve(self, config: RoundPipeRunConfig) -> ResolvedRunConfig:
         return resolve(config, self.model_run_config, len(self._engine.pool.devices))
 
-    def _one_call(self) -> _OneCall:
-        return _OneCall(self.name, self._busy, self._stepper, self._airborne)
+    def _one_call(self) -> threading.Lock:
+        """What to hold during a call, step or synchronize: refuses a second one.
+
+        A lock and not a context manager of ours: between its code and the block's, Ctrl-C would
+        leave the model taken for ever.
+
+        Raises:
+            StateError: another one is running.
+        """
+        busy: threading.Lock = self._busy
+        if self._stepper.on_own_thread():
+            raise StateError(
+                f"{self.name} was called from its own step function, which it would wait for"
+            )
+        own_devices = any(worker.is_current() for worker in self._engine.pool.workers)
+        if own_devices or busy.locked():
+            raise StateError(
+                f"{self.name} was called while another call of it is running: from a layer, a "
+                "loss function, or a second thread"
+            )
+        self._airborne.settle()
+        return busy
 
     def _wants_grad(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if any(layer.trainable for layer in self._engine.store.layers):
@@ -375,7 +395,6 @@ class RoundPipe(MeasuredModel):
             engine.store.adopt_user_gradients()
         tasks, pool.cursor = schedule(stages, pool.cursor, len(pool.devices), len(call.chains))
         flight = InFlightCall(Run(engine, call, tasks), self._airborne)
-        self._airborne.flight = flight  # before it starts: Ctrl-C must not leave it unwatched
         with engine.randomness.watch_call(self.name):
             flight.launch()
             if not flight.may_go_on:
@@ -486,37 +505,6 @@ class RoundPipe(MeasuredModel):
             twin.set_original_model(original)
         self._engine.store.copy_masters_to(twin._engine.store)
         return twin
-
-
-class _OneCall:
-    """Refuses a second call, step or synchronize while one is running."""
-
-    def __init__(
-        self, name: str, busy: threading.Lock, stepper: Stepper, airborne: Airborne
-    ) -> None:
-        self._name = name
-        self._busy = busy
-        self._stepper = stepper
-        self._airborne = airborne
-
-    def __enter__(self) -> None:
-        if self._stepper.on_own_thread():
-            raise StateError(
-                f"{self._name} was called from its own step function, which it would wait for"
-            )
-        if not self._busy.acquire(blocking=False):
-            raise StateError(
-                f"{self._name} was called while another call of it is running: from a layer, a "
-                "loss function, or a second thread"
-            )
-        try:
-            self._airborne.settle()
-        except BaseException:
-            self._busy.release()
-            raise
-
-    def __exit__(self, *_exc: object) -> None:
-        self._busy.release()
 
 
 def _close_parts(airborne: Airborne, stepper: Stepper, owned_pool: DevicePool | None) -> None:

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import Where, add_where
+from .errors import StateError, Where, add_where
 from .parameters import ParameterStore, Submission
 from .trace import EventLog, Span, clock_ns, logger
-from .workers import Counter, Worker
+from .workers import Counter, Uninterrupted, Worker
 
 _LEAST_WAIT_NS = 20_000  # shorter waits are those of asking
 
@@ -177,6 +177,7 @@ class Stepper:
         self._worker: Worker | None = None
         self._job: _Job | None = None
         self._submitted = 0
+        self._is_closed = False
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._done = Counter(f"steps done of {model_name}")
 
@@ -189,20 +190,23 @@ class Stepper:
 
         Raises:
             BaseException: what an earlier, or (synchronous) this step raised.
-            StateError: see :meth:`ParameterStore.follow_user_writes`.
+            StateError: the model was closed, or see :meth:`ParameterStore.follow_user_writes`.
         """
+        if self._is_closed:
+            raise StateError(f"step was called after {self._name} was closed; make a new RoundPipe")
         self.wait()
         store = self.store
         store.follow_user_writes()
         # Taken now and not when the thread gets to it: gradients of a later call belong to the
         # next step (rule 5 of the store).
         store.adopt_user_gradients()
-        version = store.submitted_version
-        submission = Submission(version, store.declared_reads(), store.take_gradients())
-        store.submitted_version = version + 1
-        store.entitled_version = version + 1 - step.lag
-        ticket = steps_of_thread.submit(is_async, self._done, self._submitted + 1)
-        self._start(_Job(step, submission, ticket))
+        with Uninterrupted():  # a version that is counted must be made, and gradients taken used
+            version = store.submitted_version
+            submission = Submission(version, store.declared_reads(), store.take_gradients())
+            store.submitted_version = version + 1
+            store.entitled_version = version + 1 - step.lag
+            ticket = steps_of_thread.submit(is_async, self._done, self._submitted + 1)
+            self._start(_Job(step, submission, ticket))
         if not is_async:
             self.publish_latest()
 
@@ -221,11 +225,14 @@ class Stepper:
         optimizer.register_state_dict_pre_hook(wait)
 
     def _start(self, job: _Job) -> None:
-        if self._worker is None:
+        if self._worker is None and not self._is_closed:
             self._worker = Worker(f"roundpipe-optimizer-{self._name}")
         self._job = job
         self._submitted += 1
-        self._worker.submit(lambda: self._run(job))
+        if self._worker is None or self._is_closed:
+            self._run(job)  # closed, and only to publish: `submit` refuses steps
+        else:
+            self._worker.submit(lambda: self._run(job))
 
     def wait(self) -> None:
         """Wait for the step in flight.
@@ -260,7 +267,7 @@ class Stepper:
 
         Raises:
             BaseException: what the step raised.
-            StateError: see :meth:`ParameterStore.follow_user_writes`.
+            StateError: see :meth:`ParameterStore.report_lost_writes`.
         """
         store = self.store
         try:
@@ -270,21 +277,29 @@ class Stepper:
             # model's parameters follow them. Not if Ctrl-C ended the wait: the step is still at it.
             version = store.submitted_version
             is_over = self._done.value >= self._submitted
+            if is_over:
+                store.take_user_writes()
             if is_over and store.entitled_version < version:
-                store.follow_user_writes()
                 # On the thread, not here: Ctrl-C in the middle would leave layers of two versions.
-                store.entitled_version = version
-                submission = Submission(version, store.declared_reads(), [])
-                self._start(_Job(_Publication(), submission, None))
+                with Uninterrupted():
+                    store.entitled_version = version
+                    submission = Submission(version, store.declared_reads(), [])
+                    self._start(_Job(_Publication(), submission, None))
                 self.wait()
         store.synchronized_version = version
+        # Not before: a failed step is told first.
+        store.report_lost_writes()
 
     def on_own_thread(self) -> bool:
         """Whether the calling thread is the one that runs the step functions."""
         return self._worker is not None and self._worker.is_current()
 
     def close(self) -> None:
-        """End the thread; a failure that nobody was told of is logged."""
+        """End the thread; a failure that nobody was told of is logged.
+
+        ``synchronize()`` still publishes what the last step made.
+        """
+        self._is_closed = True
         if self._worker is not None:
             self._worker.close()
         job, self._job = self._job, None

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 
 from .errors import Cancelled
 from .trace import logger
@@ -152,6 +154,35 @@ class Counter:
         finally:
             if scope is not None:
                 scope.leave_wait()
+
+
+class Uninterrupted:
+    """Ctrl-C waits until the block is over: all of it happens, or nothing.
+
+    For a few steps of bookkeeping that others rely on, never around a wait. May be nested. On other
+    threads than the main one, where Python raises no ``KeyboardInterrupt``, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], object] | None = None
+        self._pressed: list[FrameType | None] = []
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            # Others than Python functions (SIG_IGN, SIG_DFL, a library's own) raise nothing here.
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._remember)
+
+    def _remember(self, _number: int, frame: FrameType | None) -> None:
+        self._pressed.append(frame)
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._pressed:
+                self._handler(signal.SIGINT, self._pressed.pop())
 
 
 class Worker:

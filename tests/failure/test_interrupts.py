@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import DevicePool
+from roundpipe.dispatch import Run, _DeviceRun
 from roundpipe.parameters import ParameterStore
 from roundpipe.records import ParameterRecord
+from roundpipe.stepping import Stepper
+from roundpipe.workers import Uninterrupted
 from support.faults import KINDS, no_thread_left, open_kind
 from support.matrix import is_bitwise
 
@@ -203,6 +207,74 @@ def test_a_second_press_does_not_leave_the_devices_running(pool: DevicePool) -> 
         running, visits[0] = visits[0], 10
         assert running < LAYERS * MICROBATCHES
         pipe.forward_backward((x,), label=x, loss_fn=square_loss)
+
+
+WINDOWS: dict[str, tuple[type, str]] = {
+    "before the devices get their lists": (_DeviceRun, "__init__"),
+    "before reads are announced": (ParameterStore, "declare_reads"),
+    "before the devices are told": (DevicePool, "submit"),
+    "when a step takes the gradients": (ParameterStore, "take_gradients"),
+    "before a step is handed over": (Stepper, "_start"),
+    "before a call in flight starts": (Run, "start"),
+    "before the wait for the devices": (Run, "wait"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["merged", "packed"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_no_moment_leaves_the_model_stuck(
+    window: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads were announced that nobody made, versions counted that nobody made, locks kept."""
+    owner, name = WINDOWS[window]
+    real = getattr(owner, name)
+
+    def pressed(*args: Any) -> Any:
+        setattr(owner, name, real)
+        signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    x = torch.ones(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=not packed)
+    with no_thread_left(), RoundPipe(model, devices="cpu:2", model_run_config=config) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+
+        def iterate() -> None:
+            if packed:
+                pipe(x)
+            pipe.forward_backward((x,), loss_fn=lambda out, _: out.sum())
+            pipe.step(optimizer)
+
+        iterate()
+        pipe.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, pressed)
+            with pytest.raises(KeyboardInterrupt):
+                iterate()
+        pipe.synchronize()
+        before = [p.detach().clone() for p in pipe.optim_parameters()]
+        pipe.zero_grad()
+        iterate()
+        pipe.synchronize()
+        after = list(pipe.optim_parameters())
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_ctrl_c_in_a_block_that_must_not_be_interrupted_comes_at_its_end() -> None:
+    reached: list[str] = []
+
+    def run() -> None:
+        with Uninterrupted(), Uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("inside")
+        reached.append("behind")
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert reached == ["inside"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 PROGRAM = """

@@ -188,3 +188,20 @@ def test_a_step_function_that_calls_its_own_model_is_told_so() -> None:
             ):
                 pipe.step(inside, is_async=False)
         assert call(pipe) == 3.0
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_after_close_synchronize_publishes_and_step_is_refused(stepped: bool) -> None:
+    with no_thread_left():
+        layer, pipe = make()
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+        call(pipe)
+        if stepped:
+            pipe.step(lambda: optimizer.step())
+        pipe.close()
+        for refused in (optimizer, optimizer.step):
+            with pytest.raises(RuntimeError, match="net was closed; make a new RoundPipe"):
+                pipe.step(refused)
+        pipe.synchronize()
+        # The gradient is the sum of the inputs, 3.
+        assert layer.weight.item() == pytest.approx(0.7 if stepped else 1.0)

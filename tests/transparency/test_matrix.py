@@ -19,6 +19,13 @@ from support.plain import Subject, plans, train_roundpipe
 from support.subjects import DROPOUT, SUBJECTS
 
 MICROBATCHES = (1, 2, 5, 6)
+# The quick half: synchronous and asynchronous steps, and the grains, take turns.
+ALTERNATING = [
+    pytest.param(count, index % 2 == 1, id=f"{count}-{'async' if index % 2 else 'sync'}")
+    for index, count in enumerate(MICROBATCHES)
+]
+# Pools with and without delays take turns: devices, seed of the delays.
+LATE = [(1, 0), (2, None), (3, 0)]
 
 
 # On a fake accelerator all of it takes many minutes; test_matrix_accelerator.py has a part.
@@ -51,13 +58,12 @@ def check_plans(
         assert_equal(pool, got, want, subject.tolerance)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("num_microbatch", MICROBATCHES)
+@pytest.mark.parametrize(("num_microbatch", "is_async"), ALTERNATING)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_training_equals_the_plain_loop(
     name: str, pool: DevicePool, num_microbatch: int, is_async: bool
 ) -> None:
-    # Over synchronous and asynchronous runs every plan meets both grains.
+    # Over the numbers of microbatches every plan meets both grains.
     grains = GRAINS if is_async else GRAINS[::-1]
     check_plans(SUBJECTS[name], pool, num_microbatch, is_async, grains)
 
@@ -91,8 +97,7 @@ def test_dropout_is_the_same_for_every_plan_and_number_of_devices(
         assert_equal(pool, train_roundpipe(DROPOUT, pool, config, True, STEPS), want)
 
 
-@pytest.mark.parametrize("seed", [None, 0], ids=lambda seed: f"delays {seed}")
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("count", "seed"), LATE)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_late_copies_and_poisoned_memory_change_nothing(
     name: str, count: int, seed: int | None

@@ -194,18 +194,16 @@ class PartedModel(WrappedModel):
         parts: tuple[Part, ...] = self._parts
         return parts
 
-    @contextlib.contextmanager
-    def _one_call(self) -> Iterator[None]:
+    def _one_call(self) -> threading.Lock:
+        """As that of :class:`RoundPipe`."""
+        busy: threading.Lock = self._busy
         if self._stepper.on_own_thread():
             raise StateError(
                 f"{self.name} was called from its own step function, which it would wait for"
             )
-        if not self._busy.acquire(blocking=False):
+        if busy.locked():
             raise StateError(f"{self.name} was called while another call of it is running")
-        try:
-            yield
-        finally:
-            self._busy.release()
+        return busy
 
     @contextlib.contextmanager
     def _undone_if_failing(self) -> Iterator[None]:
