@@ -197,7 +197,7 @@ def test_after_close_synchronize_publishes_and_step_is_refused(stepped: bool) ->
         optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
         call(pipe)
         if stepped:
-            pipe.step(lambda: optimizer.step())
+            pipe.step(optimizer.step)
         pipe.close()
         for refused in (optimizer, optimizer.step):
             with pytest.raises(RuntimeError, match="net was closed; make a new RoundPipe"):
