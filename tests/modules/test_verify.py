@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
+from roundpipe.errors import InvalidTypeError, InvalidValueError
 from roundpipe.verification import Report
 from support.subjects import SUBJECTS
 
@@ -241,6 +242,76 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert random.getstate() == python
     assert torch.get_num_threads() == threads
     assert X.grad is grad
+
+
+def test_a_layer_that_does_not_repeat_itself_is_not_said_to_depend_on_the_cut() -> None:
+    assert "batch" not in check(NeverTheSame(4, 4)).of("layer 2 (NeverTheSame)")
+
+
+def test_a_model_that_is_wrapped_already_is_refused() -> None:
+    with (
+        roundpipe.RoundPipe(nn.Sequential(nn.Linear(4, 4)), devices="cpu:1") as pipe,
+        pytest.raises(InvalidTypeError, match="wrapped already; give the plain model"),
+    ):
+        roundpipe.verify(pipe, X)
+
+
+class Output(dict[str, torch.Tensor]):
+    """As a model of transformers returns it."""
+
+
+class Returning(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(logits=super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Returning(4, 4), "returns a Output, which is no loss; give a loss_fn"),
+        (nn.Linear(4, 4), r"returns a Tensor of shape \(6, 4\), which is no loss"),
+    ],
+)
+def test_without_a_loss_function_the_model_must_return_a_loss(
+    model: nn.Module, message: str
+) -> None:
+    with pytest.raises(InvalidTypeError, match=message):
+        roundpipe.verify(model, X)
+
+
+def test_a_model_that_returns_its_loss_needs_no_loss_function() -> None:
+    class Loss(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().sum()
+
+    report = roundpipe.verify(Loss(4, 4), X, devices="cpu:1")
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "more", "error", "message"),
+    [
+        ({"x": X}, {}, InvalidTypeError, r"inputs is a dict; give a tuple .* as \(x,\); keyword"),
+        (3, {}, InvalidTypeError, "inputs is a int; give a tuple"),
+        (X, {"input_kwargs": [X]}, InvalidTypeError, "input_kwargs is a list; give a dict"),
+        (X, {"loss_fn": 3}, InvalidTypeError, r"loss_fn is a int; give a function of \(output"),
+        (X, {"num_microbatches": (0,)}, InvalidValueError, r"num_microbatches is \(0,\)"),
+        (X, {"num_microbatches": 2}, InvalidValueError, "num_microbatches is 2; give numbers"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    inputs: Any, more: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        roundpipe.verify(nn.Linear(4, 4), inputs, torch.zeros(6, 4), **more)
+
+
+def test_a_frozen_model_has_nothing_to_compare() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(InvalidValueError, match="nothing requires a gradient, neither"):
+        roundpipe.verify(model, X, torch.zeros(6, 4), square_sum)
+    given = X.clone().requires_grad_()
+    assert roundpipe.verify(model, given, torch.zeros(6, 4), square_sum).ok
 
 
 def test_what_is_no_model_is_refused() -> None:

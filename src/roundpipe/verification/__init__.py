@@ -13,10 +13,20 @@ from torch import nn
 
 from roundpipe.devices import DevicePool, open_pool
 from roundpipe.devices.cpu import CpuDevice
-from roundpipe.errors import InvalidTypeError
+from roundpipe.errors import InvalidTypeError, InvalidValueError
+from roundpipe.microbatch.tree import flatten
+from roundpipe.pipeline import RoundPipe
 
 from .compare import GRAINS, compare
-from .plain import Task, intraop_threads, label_of, layers_of, run_plain, untouched_generators
+from .plain import (
+    Task,
+    intraop_threads,
+    label_of,
+    layers_of,
+    losses_of,
+    run_plain,
+    untouched_generators,
+)
 from .probes import Prober, explain
 from .report import Finding, Report
 
@@ -25,8 +35,22 @@ __all__ = ["Finding", "Report", "verify"]
 NUM_MICROBATCHES = (1, 2, 3)
 
 
+class NoLossError(InvalidTypeError):
+    """There is no ``loss_fn``, and what the model returns is no loss."""
+
+
 def _own_loss(output: Any, _label: Any) -> Any:
-    return output
+    losses = losses_of(output)
+    if losses and all(isinstance(loss, torch.Tensor) and loss.numel() == 1 for loss in losses):
+        return output
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    raise NoLossError(
+        f"the model returns a {type(output).__name__}{shape}, which is no loss; give a loss_fn of "
+        "(output, label) that returns a sum over rows, as lambda output, label: "
+        'F.cross_entropy(output.logits.flatten(0, 1), label.flatten(), reduction="sum") for a '
+        "language model of transformers. Saved ones can be checked layer by layer, with a loss: "
+        "roundpipe verify FOLDER"
+    )
 
 
 def verify(
@@ -56,7 +80,8 @@ def verify(
         model: an ``nn.Sequential`` (each child is a layer) or any module (one layer).
         inputs: positional arguments of the model, a small batch; a tensor stands for ``(tensor,)``.
         label: for ``loss_fn``.
-        loss_fn: as in :meth:`RoundPipe.forward_backward`.
+        loss_fn: as in :meth:`RoundPipe.forward_backward`. Without it the model has to return the
+            loss.
         input_kwargs: keyword arguments of the model.
         loss_reduction: as in the run config.
         num_microbatches: numbers of pieces to cut the batch into.
@@ -67,23 +92,73 @@ def verify(
         The report: ``print`` it, or ask ``report.ok``.
 
     Raises:
-        InvalidTypeError: ``model`` is no module, or cannot be copied.
+        InvalidTypeError: ``model`` is no module, is wrapped already, or cannot be copied; inputs or
+            ``loss_fn`` are of the wrong kind; or the output is no loss, without a ``loss_fn``.
+        InvalidValueError: nothing requires a gradient, or ``num_microbatches`` are no numbers of
+            pieces.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is a {type(model).__name__}; give an nn.Module")
-    args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    task = Task(args, dict(input_kwargs or {}), label, loss_fn, loss_reduction, seed)
+    _check_model(model)
+    args, kwargs = _checked_inputs(inputs, input_kwargs)
+    _check_trainable(model, (args, kwargs))
+    counts = _checked_counts(num_microbatches)
+    if not callable(loss_fn):
+        raise InvalidTypeError(
+            f"loss_fn is a {type(loss_fn).__name__}; give a function of (output, label)"
+        )
+    task = Task(args, kwargs, label, loss_fn, loss_reduction, seed)
     report = Report()
     pool = open_pool(devices)
     try:
         # What the model warns of it warns of in plain PyTorch, too.
         with untouched_generators(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _verify(_copy_of(model), task, num_microbatches, pool, report)
+            _verify(_copy_of(model), task, counts, pool, report)
     finally:
         if pool is not devices:
             pool.close()
     return report
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}; give an nn.Module")
+    if any(isinstance(module, RoundPipe) for module in model.modules()):
+        raise InvalidTypeError(
+            f"model is a {type(model).__name__}, which is wrapped already; give the plain model"
+        )
+
+
+def _checked_inputs(inputs: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise InvalidTypeError(
+            f"inputs is a {type(inputs).__name__}; give a tuple of positional arguments, as (x,); "
+            "keyword arguments are input_kwargs"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidTypeError(
+            f"input_kwargs is a {type(kwargs).__name__}; give a dict of keyword arguments"
+        )
+    return tuple(inputs), dict(kwargs or {})
+
+
+def _check_trainable(model: nn.Module, given: Any) -> None:
+    tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *tensors)):
+        raise InvalidValueError(
+            "nothing requires a gradient, neither a parameter of the model nor an input, so there "
+            "is no training to compare; call requires_grad_() on what is to be trained"
+        )
+
+
+def _checked_counts(counts: object) -> tuple[int, ...]:
+    numbers = tuple(counts) if isinstance(counts, Sequence) else ()
+    if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
+        raise InvalidValueError(
+            f"num_microbatches is {counts!r}; give numbers of pieces of at least 1, as (1, 2, 3)"
+        )
+    return numbers
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -107,6 +182,8 @@ def _verify(
     with intraop_threads(threads):
         try:
             Prober(model, task, report).run()
+        except NoLossError:
+            raise
         except Exception as error:  # noqa: BLE001 - the user's code failed, which is the finding
             _report_plain_failure(model, error, report)
             return

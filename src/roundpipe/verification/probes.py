@@ -43,7 +43,8 @@ class Prober:
         for index, layer in enumerate(layers_of(self._model)):
             given, state = state, self._probe_layer(index, layer, state)
             self._probe_device(index, layer, given)
-            self._probe_cutting(index, layer, given)
+            if not {"recompute", "random"} & set(self._report.of(label_of(self._model, index))):
+                self._probe_cutting(index, layer, given)
         self._probe_loss(state, piece.label)
 
     def _add(self, kind: str, index: int, text: str) -> None:
@@ -167,6 +168,9 @@ class Prober:
         names = changed(around, surroundings_of(_AsModule(task.loss_fn)))
         if names:
             self._report.add("global", LOSS, f"{', '.join(names)}; it runs once a microbatch")
+        tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        if all(leaf.dim() == 0 for leaf in tensors):
+            return  # the model computed the loss, and nothing is left to cut
         try:
             batch = split_batch((output,), {}, label, 2, None, None, warned=set())
             parts = []
