@@ -191,6 +191,7 @@ class _Update:
         for record, binding in bound.items():
             if binding.published is not None:
                 self._store.wait_unread(record, self._declared)
+                record.note_overwriting()
         bindings = {r.master: b for r, b in bound.items() if r.master is not None}
         self._has_stepped = True
         self._optimizer.step_fused(bindings, grad_scale=self._factor)  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ that only grow:
 5. A step takes the slots' contents when it is submitted: what later calls add is the next step's.
 6. After a failed run the contents of all slots are dropped, versions stay.
 7. Masters follow what the user writes into a parameter, as long as no newer master waits to be
-   published; without that the change would be overwritten.
+   published; without that the change would be overwritten. A publish that does overwrite a change
+   notes it, and the user is told by the next step or synchronize.
 """
 
 from __future__ import annotations
@@ -261,6 +262,7 @@ class ParameterStore:
         if id(record.parameter) not in self._dirty or record.master is None:
             return
         self.wait_unread(record, declared)
+        record.note_overwriting()
         with torch.no_grad():
             record.parameter.copy_(record.master)
         self.mark_published(record)
@@ -289,25 +291,42 @@ class ParameterStore:
         """Masters take over what the user wrote into parameters (rule 7). No step is in flight.
 
         Raises:
-            StateError: a parameter was written while its master had a newer value, which was not
-                published yet; publishing will overwrite what was written.
+            StateError: see :meth:`report_lost_writes`.
         """
-        lost = []
+        self.take_user_writes()
+        self.report_lost_writes()
+
+    def take_user_writes(self) -> None:
+        """As :meth:`follow_user_writes`; what is lost is only noted."""
         for record in self.records():
-            if not record.was_written or record.master is None:
-                continue
-            if id(record.parameter) in self._dirty:
-                lost.append(record.name)
-                record.note_agreement()
-                continue
+            self._take_user_write(record)
+
+    def _take_user_write(self, record: ParameterRecord) -> None:
+        if record.master is None or not record.was_written:
+            return
+        if id(record.parameter) in self._dirty:
+            record.has_lost_write = True
+        else:
             with torch.no_grad():
                 record.master.copy_(record.parameter)
-            record.note_agreement()
+        record.note_agreement()
+
+    def report_lost_writes(self) -> None:
+        """Tell the user, once, what was overwritten.
+
+        Raises:
+            StateError: a parameter was written while its master had a newer value, which was not
+                published yet; publishing it has overwritten what was written, or will.
+        """
+        lost = [record for record in self.records() if record.has_lost_write]
+        for record in lost:
+            record.has_lost_write = False
         if lost:
             raise StateError(
-                f"{', '.join(lost)}: changed in place while a newer value of the optimizer waited "
-                "to be published, which overwrites the change; call synchronize() before, or "
-                "change the masters (optim_parameters()) inside the step function"
+                f"{', '.join(record.name for record in lost)}: changed in place while a newer "
+                "value of the optimizer waited to be published, which overwrites the change; call "
+                "synchronize() before, or change the masters (optim_parameters()) inside the step "
+                "function"
             )
 
     def masters(self) -> Iterator[nn.Parameter]:
@@ -340,6 +359,10 @@ class ParameterStore:
                 "a parameter of the model belongs to none of its layers, so it cannot be trained; "
                 "register it in a layer"
             )
+        if self.synchronized_version == self.submitted_version:
+            # No step is in flight, so whoever asks, usually to build an optimizer or to look at
+            # the values, gets what load_state_dict() of the inner model has just written.
+            self._take_user_write(record)
         return record.ensure_master(self.optim_dtype)
 
 

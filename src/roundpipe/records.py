@@ -22,6 +22,7 @@ class ParameterRecord:
         self.layers: list[int] = []
         self.master: nn.Parameter | None = None
         self.slots: dict[Contributor, GradientSlot] = {}
+        self.has_lost_write = False  # the user's change was overwritten, and he was not told yet
         self._agreed_at = -1
 
     def slot(self, contributor: Contributor) -> GradientSlot:
@@ -46,6 +47,11 @@ class ParameterRecord:
     def note_agreement(self) -> None:
         """Parameter and master hold the same value now."""
         self._agreed_at = _version(self.parameter)
+
+    def note_overwriting(self) -> None:
+        """The parameter is about to be overwritten, with what the user may have written into it."""
+        if self.was_written:
+            self.has_lost_write = True
 
     @property
     def was_written(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from optim.cases import NAMES
 from roundpipe import RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.errors import InvalidTypeError, StateError
-from support.faults import watched_pool
+from support.faults import InjectedError, watched_pool
 from support.versions import Gate
 
 ONE = RoundPipeRunConfig(num_microbatch=1)
@@ -84,6 +85,103 @@ def test_a_change_that_a_step_in_flight_would_overwrite_is_refused(then: str) ->
             pipe.synchronize() if then == "synchronize" else plain_step(pipe, optimizer)
         pipe.synchronize()
         assert weights(model) == [-2.0]
+
+
+@pytest.mark.parametrize("look", ["optim_parameters", "synchronize", "deepcopy"])
+def test_masters_hold_what_was_written_whoever_looks_first(look: str) -> None:
+    model = ones(2, 1).bfloat16()
+    with RoundPipe(model, torch.float32, devices="cpu:1", model_run_config=ONE) as pipe:
+        (master,) = pipe.optim_parameters()
+        model.load_state_dict({"0.weight": torch.full((1, 2), 16.0)})
+        if look == "deepcopy":
+            with copy.deepcopy(pipe) as twin:
+                optimizer = optim.SGD(twin.optim_parameters(), lr=0.0)
+                twin.forward_backward((torch.ones(3, 2).bfloat16(),), loss_fn=total)
+                plain_step(twin, optimizer)
+                assert weights(twin.model) == [16.0]
+        elif look == "synchronize":
+            pipe.synchronize()
+        else:
+            assert [found is master for found in pipe.optim_parameters()] == [True]
+        assert master.tolist() == [[16.0, 16.0]]
+
+
+def test_masters_keep_their_precision_where_nothing_was_written() -> None:
+    model = ones(1, 1).bfloat16()
+    with RoundPipe(model, torch.float32, devices="cpu:1", model_run_config=ONE) as pipe:
+        (master,) = pipe.optim_parameters()
+        optimizer = optim.SGD([master], lr=2.0**-12)
+        pipe.forward_backward((torch.ones(1, 1).bfloat16(),), loss_fn=total)
+        pipe.step(optimizer)
+        pipe.synchronize()
+        pipe.synchronize()
+        assert [m.item() for m in pipe.optim_parameters()] == [1 - 2.0**-12]
+        assert weights(model) == [1.0]
+
+
+def test_masters_in_the_making_do_not_follow() -> None:
+    model = ones(1, 1)
+    with RoundPipe(model, devices="cpu:1", model_run_config=ONE) as pipe:
+        (master,) = pipe.optim_parameters()
+        optimizer = optim.SGD([master], lr=1.0)
+        pipe.forward_backward((torch.ones(3, 1),), loss_fn=total)
+        plain_step(pipe, optimizer, is_async=True)
+        with torch.no_grad():
+            next(model.parameters()).fill_(16.0)
+        list(pipe.optim_parameters())
+        with pytest.raises(StateError, match=r"0\.weight: changed in place"):
+            pipe.synchronize()
+        assert weights(model) == [master.item()] == [-2.0]
+
+
+@pytest.mark.parametrize("then", ["step", "synchronize"])
+@pytest.mark.parametrize("module", [optim, torch.optim])
+def test_a_change_that_a_layers_turn_overwrites_is_told(module: Any, then: str) -> None:
+    model = ones(1, 1, 1)
+    with RoundPipe(model, devices="cpu:1", model_run_config=ONE) as pipe:
+        optimizer = module.SGD(pipe.optim_parameters(), lr=1.0)
+        written = threading.Event()
+        name = "step_fused" if hasattr(optimizer, "step_fused") else "step"
+        update = getattr(optimizer, name)
+
+        def held(*args: Any, **kwargs: Any) -> None:
+            assert written.wait(60)
+            update(*args, **kwargs)
+
+        pipe.forward_backward((torch.ones(3, 1),), loss_fn=total)
+        setattr(optimizer, name, held)
+        pipe.step(optimizer)
+        with torch.no_grad():
+            list(model.parameters())[1].fill_(16.0)  # while the turn of layer 0 is held up
+        written.set()
+        with pytest.raises(StateError, match=r"^1\.weight: changed in place while a newer value"):
+            pipe.synchronize() if then == "synchronize" else pipe.step(optimizer)
+        pipe.synchronize()
+        assert weights(model) == [-2.0, -2.0]
+
+
+def test_a_failed_step_is_told_before_the_change_it_overwrites() -> None:
+    model = ones(1, 1)
+    with RoundPipe(model, devices="cpu:1", model_run_config=ONE) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=1.0)
+        written = threading.Event()
+
+        def fail() -> None:
+            assert written.wait(60)
+            raise InjectedError("no step")
+
+        pipe.forward_backward((torch.ones(3, 1),), loss_fn=total)
+        setattr(optimizer, "step", fail)  # noqa: B010 - a method, to mypy
+        pipe.step(optimizer)
+        with torch.no_grad():
+            next(model.parameters()).fill_(16.0)
+        written.set()
+        with pytest.raises(InjectedError, match="no step"):
+            pipe.synchronize()
+        with pytest.raises(StateError, match=r"0\.weight: changed in place"):
+            pipe.synchronize()
+        pipe.synchronize()
+        assert weights(model) == [1.0]
 
 
 # --- parameters that come, go, and are of unusual kinds -----------------------------------------
