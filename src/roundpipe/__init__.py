@@ -1,5 +1,8 @@
 """roundpipe: train models larger than the memory of the accelerators at hand."""
 
+from importlib import import_module
+from types import ModuleType
+
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import RoundPipeError
 from roundpipe.facade import OptimizerCtx
@@ -25,3 +28,15 @@ __all__ = [
     "verify",
     "wrap_model_to_roundpipe",
 ]
+
+_LAZY = ("hf", "optim")  # hf imports transformers, and neither is needed to import the package
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return import_module(f"roundpipe.{name}")
+    raise AttributeError(f"module 'roundpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -44,6 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("arrivals",),
     ("stage_weights",),
     ("stepping",),
+    ("sharing",),
     ("layerwise",),
     ("calls",),
     ("stage_state",),
@@ -317,7 +318,16 @@ assert threading.enumerate() == before[2], "a thread was started"
 assert sys.getswitchinterval() == before[3]
 assert (torch.get_num_threads(), torch.initial_seed()) == (threads, seed)
 assert not torch.cuda.is_initialized()
+assert "roundpipe.optim" not in new
+assert "optim" in dir(roundpipe)
+assert "hf" in dir(roundpipe)
+assert roundpipe.optim.AdamW.__module__ == "roundpipe.optim.adam"
 """
+
+
+def test_only_packages_of_its_own_are_imported_on_demand() -> None:
+    with pytest.raises(AttributeError, match="module 'roundpipe' has no attribute 'optimizers'"):
+        roundpipe.optimizers  # noqa: B018
 
 
 def test_importing_the_package_does_nothing_else() -> None:

@@ -37,7 +37,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model of ``transformers`` with its tokenizer."""
+    """A causal language model of ``transformers`` with its tokenizer, if that was asked for."""
 
     model: Any
     tokenizer: Any
@@ -82,7 +82,7 @@ def find_model(source: str) -> ModelFiles:
     return ModelFiles(source, None, source, False)
 
 
-def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
+def load_model(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool = True) -> LoadedModel:
     """Load model and tokenizer, in ``dtype``, ready to be trained and saved.
 
     Raises:
@@ -96,13 +96,13 @@ def load_model(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     bars = io.StringIO()
     try:
         with contextlib.redirect_stderr(bars):
-            return _load(files, dtype)
+            return _load(files, dtype, with_tokenizer)
     except Exception as error:  # what a damaged file makes three libraries raise is anything
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise _unusable(files.label, f"transformers cannot load it: {reason}") from error
 
 
-def _load(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
+def _load(files: ModelFiles, dtype: torch.dtype, with_tokenizer: bool) -> LoadedModel:
     from roundpipe.hf import load_model as load_weights
     from roundpipe.hf import load_tokenizer, reading_once
 
@@ -110,7 +110,7 @@ def _load(files: ModelFiles, dtype: torch.dtype) -> LoadedModel:
     if files.gguf_file is not None:
         source = str(Path(source) / files.gguf_file)
     with reading_once():
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source) if with_tokenizer else None
         model = load_weights(source, dtype)
     return LoadedModel(model, tokenizer, files.label)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 
+from roundpipe import verify
 from roundpipe.cli.problems import UsageError
 
 BUILD = "build"
@@ -54,6 +58,8 @@ def _from_file(path: Path, function: str) -> Subject:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(_failure(error, path)) from error
     finally:
         sys.path.pop(0)
     build = getattr(module, function, None)
@@ -62,7 +68,24 @@ def _from_file(path: Path, function: str) -> Subject:
             f"{path} has no function {function}(); write one that returns a dict with model, "
             "inputs, label and loss_fn, or name another with --function"
         )
-    return _from_result(build(), f"{path}: {function}()")
+    try:
+        result = build()
+    except Exception as error:
+        raise UsageError(_failure(error, path)) from error
+    return _from_result(result, f"{path}: {function}()")
+
+
+def _failure(error: Exception, path: Path) -> str:
+    """What the user's file did, and in which of its lines."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).name == path.name
+    ]
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        lines = [error.lineno]
+    where = f"{path}, line {lines[-1]}" if lines else str(path)
+    return f"{where}: {type(error).__name__}: {error}"
 
 
 def _from_result(result: Any, where: str) -> Subject:
@@ -76,6 +99,12 @@ def _from_result(result: Any, where: str) -> Subject:
             "in that order"
         )
     options = {name: value for name, value in result.items() if name not in names}
+    known = [*names, *inspect.signature(verify).parameters]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known[4:])}"
+            raise UsageError(f"{where} returned a dict with {name!r}, which is unknown; {hint}")
     given = {name: result[name] for name in names if result.get(name) is not None}
     return Subject(options=options, **given)
 
@@ -88,7 +117,12 @@ def _from_transformers(source: str) -> Subject:
     from roundpipe.cli.model_source import find_model, load_model
     from roundpipe.hf import cut_model
 
-    model = load_model(find_model(source), torch.float32).model
+    try:
+        model = load_model(find_model(source), torch.float32, with_tokenizer=False).model
+    except UsageError as error:
+        # Those functions speak of the recipe that names the model; here is none.
+        problems = [problem.removeprefix("model.source: ") for problem in error.problems]
+        raise UsageError(problems) from error
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=generator)
