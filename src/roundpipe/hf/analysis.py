@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from roundpipe.hf import private
 from roundpipe.hf.probe import Enter, Leave, ModuleCall, Probe, Use
 from roundpipe.hf.refusal import CutRefusedError, class_name
 
@@ -58,14 +59,19 @@ class Analysis:
 def candidate_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Outermost lists of modules that have parts, by name.
 
-    Lists of plain embeddings or projections are no lists of layers.
+    Lists of plain embeddings or projections are no lists of layers, unless a model that is none of
+    transformers has no others.
     """
     found: dict[str, nn.ModuleList] = {}
+    plain: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer in found)
-        if isinstance(module, nn.ModuleList) and not inside and _holds_layers(module):
-            found[name] = module
-    return found
+        if isinstance(module, nn.ModuleList) and not inside:
+            if _holds_layers(module):
+                found[name] = module
+            elif any(True for _ in module.parameters()):
+                plain[name] = module
+    return found or ({} if any(map(private.is_pretrained, model.modules())) else plain)
 
 
 def _holds_layers(found: nn.ModuleList) -> bool:
@@ -92,7 +98,8 @@ def analyse(model: nn.Module, probe: Probe, excluded: frozenset[str] = frozenset
     sizes = {name: _parameter_count(elements) for name, elements in lists.items() if elements}
     if not sizes:
         raise CutRefusedError(
-            class_name(model), "it has no list of layers that its forward calls one by one"
+            class_name(model),
+            f"it has no list of layers that its forward calls one by one ({_lists_seen(model)})",
         )
     limit = _SHARE_OF_LARGEST * max(sizes.values())
     names = {
@@ -110,6 +117,21 @@ def analyse(model: nn.Module, probe: Probe, excluded: frozenset[str] = frozenset
         calls,
         _guests(model, probe, set(names), len(calls)),
     )
+
+
+def _lists_seen(model: nn.Module) -> str:
+    """What there is instead, for the message."""
+    names = [
+        name or "itself"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    if not names:
+        return "it has no nn.ModuleList at all"
+    layers = candidate_lists(model)
+    if not layers:
+        return f"{', '.join(names)} holds no modules that have modules of their own"
+    return f"{', '.join(layers)} was not called module by module in the forward of the example"
 
 
 def _parameter_count(modules: list[nn.Module]) -> int:

@@ -1,8 +1,9 @@
 """A model's own loss over a batch of which each piece sees only a part.
 
-The library's loss is a mean over the labels that count, plus, for mixtures of experts, a balance
-term. Means over parts do not add up to the mean over the whole, so the tail is told what to divide
-by. With N labels in the batch and parts m::
+The library's loss is a mean over the labels that count (cross entropy) or over all numbers in the
+labels (squared error, binary cross entropy), plus, for mixtures of experts, a balance term. Means
+over parts do not add up to the mean over the whole, so the tail is told what to divide by.
+With N labels in the batch and parts m::
 
     loss_m = sum of cross entropies in m / N  +  coefficient * (tokens in m / tokens) * balance_m
 
@@ -14,7 +15,7 @@ f and P over the parts, times the number of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,17 +45,19 @@ class LossRule:
         shifted: whether a label is compared with the position before it, so that the first of a
             row does not count.
         balance_coefficient: the factor of ``aux_loss`` in the loss, if it is in there.
+        ignored: the label that does not count.
     """
 
     shifted: bool
     balance_coefficient: float | None
+    ignored: int = _IGNORED
 
     def items(self, arguments: Mapping[str, Any]) -> int | None:
         """How many labels count in a batch; ``None`` without labels."""
         labels, shifted = arguments.get("shift_labels"), False
         if labels is None:
             labels, shifted = arguments.get("labels"), self.shifted
-        return _count(labels, shifted) if isinstance(labels, Tensor) else None
+        return _count(labels, shifted, self.ignored) if isinstance(labels, Tensor) else None
 
 
 def tokens_in(arguments: Mapping[str, Any]) -> Tensor | int | None:
@@ -79,8 +82,9 @@ def with_tail_options(
 ) -> dict[str, Any]:
     """A whole batch's keyword arguments, and with them what the tail must know about the batch.
 
-    To be called before the batch is split. Nothing is divided anew if the caller gives
-    ``num_items_in_batch``, or if the model's loss is of an unknown kind (``rule`` is ``None``).
+    To be called before the batch is split. Nothing is divided anew if the model's loss is of an
+    unknown kind (``rule`` is ``None``), and no cross entropy if the caller gives
+    ``num_items_in_batch``, which the library's other losses do not look at.
 
     Args:
         rule: the model's, see ``CutModel.loss_rule``.
@@ -89,14 +93,18 @@ def with_tail_options(
         lazy_logits: whether the logits are needed by the loss only.
         averaged_over: number of microbatches, where their losses are averaged and not summed.
     """
-    items = tokens = None
-    if whole_loss and rule is not None and arguments.get("num_items_in_batch") is None:
-        items = rule.items(arguments)
-        tokens = tokens_in(arguments) if rule.balance_coefficient is not None else None
+    items = tokens = elements = None
+    if whole_loss and rule is not None:
+        labels = arguments.get("labels")
+        elements = labels.numel() if isinstance(labels, Tensor) else None
+        if arguments.get("num_items_in_batch") is None:
+            items = rule.items(arguments)
+            tokens = tokens_in(arguments) if rule.balance_coefficient is not None else None
     options = TailOptions(
         lazy_logits,
         None if items is None else items / averaged_over,
         None if items is None or tokens is None else float(tokens) / averaged_over,
+        None if elements is None else elements / averaged_over,
     )
     return {**arguments, TAIL_OPTIONS: options}
 
@@ -111,16 +119,44 @@ def with_spec_of_options(config: RoundPipeRunConfig, split_input: Any) -> RoundP
     return replace(config, split_input=(args_spec, {**kwargs_spec, TAIL_OPTIONS: None}))
 
 
-class LossWatch(TorchFunctionMode):
-    """Notes the cross entropies that are computed in it.
+# Losses that are means over all numbers in their target.
+_ELEMENTWISE = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+
+
+@dataclass(frozen=True)
+class SeenLoss:
+    """A loss that was computed.
 
     Attributes:
-        calls: for each, how many targets count, and the loss.
+        value: the loss.
+        target: what the prediction was compared with.
+        ignored: the target that does not count; ``None`` if all numbers in the target do.
+        divisible: whether it is a mean of which the parts' sums can be divided anew.
+    """
+
+    value: float
+    target: Tensor
+    ignored: int | None
+    divisible: bool
+
+
+class LossWatch(TorchFunctionMode):
+    """Notes the losses that are computed in it.
+
+    Attributes:
+        calls: they, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[int, float]] = []
+        self.calls: list[SeenLoss] = []
 
     def __torch_function__(
         self,
@@ -131,17 +167,30 @@ class LossWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is F.cross_entropy and result.dim() == 0:
-            target = args[1] if len(args) > 1 else kwargs["target"]
-            counted = int((target != kwargs.get("ignore_index", _IGNORED)).sum())
-            self.calls.append((counted, float(result.detach().as_subclass(Tensor))))
+        if (func is F.cross_entropy or func in _ELEMENTWISE) and result.dim() == 0:
+            target = _target(args, kwargs).detach().as_subclass(Tensor)
+            classes = func is F.cross_entropy and not target.is_floating_point()
+            same = classes or args[0].numel() == target.numel()
+            self.calls.append(
+                SeenLoss(
+                    float(result.detach().as_subclass(Tensor)),
+                    target,
+                    kwargs.get("ignore_index", _IGNORED) if classes else None,
+                    same and _is_mean(args, kwargs),
+                )
+            )
         return result
+
+
+def _target(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+    return target
 
 
 def learn_loss(
     watch: LossWatch, output: Any, arguments: Mapping[str, Any], config: Any
 ) -> LossRule | None:
-    """What the loss in ``output`` is made of; ``None`` if it is not one mean cross entropy.
+    """What the loss in ``output`` is made of; ``None`` if it is not one mean over the labels.
 
     Args:
         watch: what was seen while the output was made.
@@ -152,23 +201,39 @@ def learn_loss(
     loss, labels = _field(output, "loss"), arguments.get("labels")
     if loss is None or not isinstance(labels, Tensor) or len(watch.calls) != 1:
         return None
-    counted, mean = watch.calls[0]
-    counts = {shifted: _count(labels, shifted) for shifted in (True, False)}
-    if counted not in counts.values() or counts[True] == counts[False]:
+    seen = watch.calls[0]
+    shifted = _is_shifted(seen, labels)
+    if shifted is None:
         return None
-    balance = _field(output, "aux_loss")
-    coefficient, explained = None, mean
+    balance = _field(output, "aux_loss") if isinstance(output, MutableMapping) else None
+    coefficient, explained = None, seen.value
     if balance is not None and (coefficient := _coefficient(config)) is not None:
         explained += coefficient * float(balance)
     if abs(float(loss) - explained) > 1e-5 * max(1.0, abs(explained)):
         return None
-    return LossRule(counted == counts[True], coefficient)
+    return LossRule(shifted, coefficient, _IGNORED if seen.ignored is None else seen.ignored)
+
+
+def _is_shifted(seen: SeenLoss, labels: Tensor) -> bool | None:
+    """Whether the loss leaves out the first label of a row; ``None``: they are not its targets."""
+    if not seen.divisible:
+        return None
+    if seen.ignored is None:
+        return False if seen.target.numel() == labels.numel() else None
+    counted = int((seen.target != seen.ignored).sum())
+    counts = {shifted: _count(labels, shifted, seen.ignored) for shifted in (True, False)}
+    if counted == 0 or counted not in counts.values():
+        return None
+    if counts[True] != counts[False]:
+        return counted == counts[True]
+    # One label per row, or no first label counts: only the order of the targets tells.
+    return not torch.equal(seen.target.flatten(), labels.flatten().to(seen.target.device))
 
 
 @contextmanager
 def loss_options(options: TailOptions, lazy_from_bytes: int) -> Iterator[None]:
     """Within it the library's head and loss do as ``options`` say."""
-    if options.items is None and not options.lazy_logits:
+    if options.items is None and options.elements is None and not options.lazy_logits:
         yield
         return
     with _LossMode(options, lazy_from_bytes):
@@ -193,10 +258,22 @@ class _LossMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and self._options.lazy_logits and self._is_large(args, kwargs):
             return project_lazily(*args, **kwargs)
-        items = self._options.items
-        if func is F.cross_entropy and items is not None and _is_mean(kwargs):
-            return func(*args, **{**kwargs, "reduction": "sum"}) / items
+        if func is F.cross_entropy or func in _ELEMENTWISE:
+            divisor = self._divisor(func, args, kwargs)
+            if divisor is not None and _is_mean(args, kwargs):
+                return func(*args, **{**kwargs, "reduction": "sum"}) / divisor
         return func(*args, **kwargs)
+
+    def _divisor(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> float | None:
+        if func is F.cross_entropy and not _target(args, kwargs).is_floating_point():
+            return self._options.items
+        elements = self._options.elements
+        if func is F.cross_entropy and elements is not None:  # a probability for each class
+            classes: int = args[0].shape[min(1, args[0].dim() - 1)]
+            return elements / classes
+        return elements
 
     def _is_large(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if len(args) < 2 or not all(type(t) in _PLAIN for t in args[:2]):
@@ -211,7 +288,9 @@ class _LossMode(TorchFunctionMode):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_mean(kwargs: Mapping[str, Any]) -> bool:
+def _is_mean(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if len(args) == 0 or any(value is not None for value in args[2:]):
+        return False
     unusual = ("size_average", "reduce", "weight")
     return kwargs.get("reduction", "mean") == "mean" and all(kwargs.get(k) is None for k in unusual)
 
@@ -231,13 +310,13 @@ def weigh_balance(
 
 
 def _field(output: Any, name: str) -> Tensor | None:
-    value = output.get(name) if isinstance(output, Mapping) else None
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return value if isinstance(value, Tensor) else None
 
 
-def _count(labels: Tensor, shifted: bool) -> int:
+def _count(labels: Tensor, shifted: bool, ignored: int) -> int:
     counted = labels[:, 1:] if shifted and labels.dim() > 1 else labels
-    return int((counted != _IGNORED).sum())
+    return int((counted != ignored).sum())
 
 
 def _coefficient(config: Any) -> float | None:

@@ -16,7 +16,12 @@ from roundpipe.hf.assemble import prefix_skeleton, tail_skeleton
 from roundpipe.hf.batch_loss import LossRule, learn_loss
 from roundpipe.hf.blueprint import Blueprint, CallSpec, learn_output, refuse_collecting
 from roundpipe.hf.check import check_cut, check_output
-from roundpipe.hf.example import default_examples, takes_use_cache, text_config
+from roundpipe.hf.example import (
+    default_examples,
+    problem_type_kept,
+    takes_use_cache,
+    text_config,
+)
 from roundpipe.hf.layer import LayerPiece
 from roundpipe.hf.learn import learn_tail
 from roundpipe.hf.prefix import PrefixPiece
@@ -77,8 +82,13 @@ def cut_model(model: nn.Module, example: Mapping[str, Any] | None = None) -> Cut
     """
     refuse_at_sight(model)
     examples = default_examples(model) if example is None else [example]
+    with problem_type_kept(model):
+        return _cut(model, [dict(given) for given in examples])
+
+
+def _cut(model: nn.Module, examples: list[dict[str, Any]]) -> CutModel:
     no_cache = takes_use_cache(model)
-    probe, kwargs = _probe_first(model, [dict(given) for given in examples], no_cache)
+    probe, kwargs = _probe_first(model, examples, no_cache)
     whole: frozenset[str] = frozenset()
     while True:
         analysis = analyse(model, probe, whole)

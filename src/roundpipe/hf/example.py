@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ def default_examples(model: nn.Module) -> list[dict[str, Any]]:
     image = _image(model) if "pixel_values" in names else None
     if image is not None and getattr(model, "main_input_name", "") == "pixel_values":
         inputs = {"pixel_values": image}
-    labels: list[torch.Tensor | None] = [torch.zeros(_ROWS, dtype=torch.long), None]
-    if "input_ids" in inputs:
+    labels: list[torch.Tensor | None] = [_row_labels(model), None]
+    if "input_ids" in inputs and not _labels_rows(model):
         ids = inputs["input_ids"]
         per_token = [ids.masked_fill(inputs["attention_mask"] == 0, -100), torch.zeros_like(ids)]
         labels = [*per_token, *labels]
@@ -40,6 +41,34 @@ def default_examples(model: nn.Module) -> list[dict[str, Any]]:
         {k: v.to(device) for k, v in batch.items() if k in names and v is not None}
         for batch in batches
     ]
+
+
+def _labels_rows(model: nn.Module) -> bool:
+    """Whether labels belong to whole rows: token-shaped ones might be broadcast, with a warning."""
+    name = type(_inner(model)).__name__
+    return name.endswith(("ForSequenceClassification", "ForImageClassification"))
+
+
+def _row_labels(model: nn.Module) -> torch.Tensor:
+    config = getattr(_inner(model), "config", None)
+    kind, number = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
+    if not _labels_rows(model) or not isinstance(number, int):
+        return torch.zeros(_ROWS, dtype=torch.long)
+    if kind == "multi_label_classification" or (kind == "regression" and number > 1):
+        return torch.zeros(_ROWS, number)
+    return torch.zeros(_ROWS) if number == 1 else torch.zeros(_ROWS, dtype=torch.long)
+
+
+@contextmanager
+def problem_type_kept(model: nn.Module) -> Iterator[None]:
+    """The library notes in the config what the labels of the first call look like; undo that."""
+    config = getattr(_inner(model), "config", None)
+    kind = getattr(config, "problem_type", None)
+    try:
+        yield
+    finally:
+        if getattr(config, "problem_type", None) != kind:
+            config.problem_type = kind  # type: ignore[union-attr]
 
 
 def _tokens(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,9 +93,13 @@ def _image(model: nn.Module) -> torch.Tensor | None:
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The named arguments of the forward that does the work; wrappers take just anything."""
+    return inspect.signature(_inner(model).forward).parameters
+
+
+def _inner(model: nn.Module) -> Any:
+    """The model, without PEFT around it."""
     base = getattr(model, "get_base_model", None)
-    inner = base() if callable(base) else model
-    return inspect.signature(inner.forward).parameters
+    return base() if callable(base) else model
 
 
 def takes_use_cache(model: nn.Module) -> bool:

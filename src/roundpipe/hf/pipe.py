@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import InvalidValueError
 from roundpipe.hf.batch_loss import LossRule, with_spec_of_options, with_tail_options
 from roundpipe.hf.generation import generating_copy
+from roundpipe.hf.plan import TAIL_OPTIONS
 from roundpipe.hf.skeleton import SkeletonPiece
 from roundpipe.hf.tail import TailPiece
 from roundpipe.microbatch import packed_count
@@ -88,7 +91,9 @@ class HuggingFacePipe(RoundPipe):
         That loss is the mean over the labels of the whole batch, however they are spread over
         microbatches (``loss_reduction="sum"``). A ``loss_fn`` of the caller finds in the outputs
         what the library computes for the microbatch alone. Large logits are computed only if
-        ``loss_fn`` uses them or ``return_outputs`` asks for them.
+        ``loss_fn`` uses them or ``return_outputs`` asks for them. If the model's loss is of an
+        unknown kind, the microbatches' own losses are summed, with a warning. With
+        ``return_outputs``, ``loss`` of the merged output is the loss that is returned.
 
         Raises:
             InvalidValueError: without ``loss_fn``, and the output has no loss, or it is divided
@@ -110,10 +115,19 @@ class HuggingFacePipe(RoundPipe):
                 whole_loss=loss_fn is own_loss and summed,
                 lazy_logits=not return_outputs,
             )
+        pieces = config.num_microbatch
+        if not config.num_microbatch_given:
+            pieces = packed_count(input_args, given) or pieces
         run_config = with_spec_of_options(run_config, config.split_input)
-        return super().forward_backward(
+        result = super().forward_backward(
             input_args, input_kwargs, label, loss_fn, return_outputs, run_config
         )
+        if loss_fn is own_loss and summed and pieces > 1 and isinstance(input_kwargs, Mapping):
+            self._warn_of_sum(input_kwargs)
+        if return_outputs and loss_fn is own_loss and config.merge_output in (None, True):
+            loss, output = result
+            return loss, _with_loss(output, loss)
+        return result
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The library's ``generate``, each token computed by a call of :meth:`forward`.
@@ -136,6 +150,22 @@ class HuggingFacePipe(RoundPipe):
         tails = [piece for piece in self.model if isinstance(piece, TailPiece)]
         return tails[-1].loss_rule if tails else None
 
+    def _warn_of_sum(self, arguments: Mapping[str, Any]) -> None:
+        """Warn, once, if nothing is known by which the microbatches' losses could be weighted."""
+        options = arguments[TAIL_OPTIONS]
+        known = options.items is not None or options.elements is not None
+        divided = arguments.get("num_items_in_batch") is not None
+        if known or divided or "sum of losses" in self._warned:
+            return
+        self._warned.add("sum of losses")
+        warnings.warn(
+            f"roundpipe does not know how the loss of {type(self._target).__name__} follows from "
+            "labels among input_kwargs, so the microbatches' own losses are summed: with N "
+            "microbatches about N times the loss and the gradients of the whole batch. Give "
+            'loss_reduction="mean" or a loss_fn, or wrap with an example= that has labels',
+            stacklevel=3,
+        )
+
     def _generating_forward(self, **kwargs: Any) -> Any:
         tensors = [v for v in kwargs.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
         rows = max((len(tensor) for tensor in tensors), default=1)
@@ -153,3 +183,15 @@ class HuggingFacePipe(RoundPipe):
                 piece.refresh_flags()
         self._engine.randomness.forget()  # other layers may draw random numbers now
         self.__dict__["_modes"] = modes
+
+
+def _with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """The output with ``loss`` in place of the mean of the microbatches' shares of it."""
+    if isinstance(output, MutableMapping):
+        output["loss"] = loss
+        return output
+    if is_dataclass(output) and not isinstance(output, type):
+        return replace(output, loss=loss)
+    if isinstance(output, tuple) and hasattr(output, "_replace"):
+        return output._replace(loss=loss)
+    return output

@@ -270,16 +270,22 @@ class TailOptions:
         lazy_logits: whether only the loss needs the logits.
         items: what to divide the loss by instead of the microbatch's number of labels.
         tokens: tokens of the whole batch, where the weight of a microbatch is asked for.
+        elements: the same as ``items`` for losses that are means over all numbers in the labels.
     """
 
-    __slots__ = ("items", "lazy_logits", "tokens")
+    __slots__ = ("elements", "items", "lazy_logits", "tokens")
 
     def __init__(
-        self, lazy_logits: bool = False, items: float | None = None, tokens: float | None = None
+        self,
+        lazy_logits: bool = False,
+        items: float | None = None,
+        tokens: float | None = None,
+        elements: float | None = None,
     ) -> None:
         self.lazy_logits = lazy_logits
         self.items = items
         self.tokens = tokens
+        self.elements = elements
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TailOptions:
         return self  # nothing in it changes
