@@ -10,6 +10,7 @@ from torch import nn
 
 from .costs import ModelCosts, PlanBook
 from .dispatch import Engine
+from .errors import StateError
 from .facade import WrappedModel
 from .plan import LayerCosts, Machine, ModelExecutePlan
 from .plan.stage_plan import check_run_type
@@ -89,9 +90,18 @@ class MeasuredModel(WrappedModel):
         return log
 
     def save_trace(self, path: str | PathLike[str]) -> None:
-        """Write what is in the event log as a trace file for https://ui.perfetto.dev."""
+        """Write what is in the event log as a trace file for https://ui.perfetto.dev.
+
+        Raises:
+            StateError: the model has not run yet.
+        """
+        spans = list(self.event_log)
+        if not spans:
+            raise StateError(
+                f"the model {self.name} has not run yet; call it before its trace is saved"
+            )
         profile = Profile(self._device_names, self.name)
-        profile.close(self.event_log)
+        profile.close(spans)
         profile.save_trace(path)
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -192,3 +193,28 @@ def test_the_commands_need_nothing_that_a_plain_install_lacks() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["backward"]
+
+
+def test_a_costs_file_is_no_plan(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "simulate", costs_file, "--plan", costs_file)
+    assert "costs.json is a costs file; expected a plan, as roundpipe plan COSTS --save" in message
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_layers_that_take_no_time(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text('{"layers": [{"forward_ms": 0}, {"forward_ms": 0.0}]}', encoding="utf-8")
+    assert "zero.json take 0 ms; expected the times" in refused(capsys, command, path)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(costs_file: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "roundpipe.cli", "plan", str(costs_file)],
+        stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -198,3 +198,11 @@ def test_traces_and_pictures_are_written(tmp_path: Path) -> None:
         assert sum(event["name"] == "process_name" for event in events) == processes
     for name in ("measured.png", "both.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_has_not_run_has_no_trace(tmp_path: Path) -> None:
+    with (
+        RoundPipe(nn.Sequential(nn.Linear(2, 2)), devices="cpu:1", name="fresh") as model,
+        pytest.raises(StateError, match="the model fresh has not run yet; call it before"),
+    ):
+        model.save_trace(tmp_path / "trace.json")

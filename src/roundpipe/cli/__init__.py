@@ -6,6 +6,7 @@ Importing this module imports no command's dependencies; a command imports them 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except UsageError as error:
         for problem in error.problems:
             _complain(problem)
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Who reads, such as head, has seen enough; Python's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (RoundPipeError, OSError) as error:
         _complain(str(error), getattr(error, "__notes__", ()))
         return 1

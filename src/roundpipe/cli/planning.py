@@ -138,6 +138,13 @@ def _workload(arguments: argparse.Namespace) -> tuple[PublishedModel | None, Wor
         workload = workload_from_document(read_document(arguments.costs))
         if arguments.mode is not None:
             workload = replace(workload, mode=arguments.mode)
+        if not any(
+            layer.again_ms + layer.forward_ms + layer.backward_ms for layer in workload.costs.layers
+        ):
+            raise UsageError(
+                f"all layers of {arguments.costs} take 0 ms; expected the times of at least one, "
+                "as measured by model.costs() after some calls"
+            )
     if arguments.devices is not None:
         check_count("--devices", arguments.devices)
         workload = replace(workload, machine=_of_size(workload.machine, arguments.devices))
@@ -172,6 +179,11 @@ def _plan_to_simulate(
     """The plan and its microbatches per round."""
     if arguments.plan is not None:
         document = read_document(arguments.plan)
+        if "layers" in document and "backward" not in document:
+            raise UsageError(
+                f"{arguments.plan} is a costs file; expected a plan, as roundpipe plan COSTS "
+                "--save FILE writes it"
+            )
         count: Any = document.get("microbatches_per_round", workload.microbatches)
         return plan_from_document(document), count
     if published is not None:

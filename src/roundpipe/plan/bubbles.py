@@ -41,7 +41,8 @@ class BubbleAccount:
     @property
     def idle_ms(self) -> float:
         """All of it but the computing."""
-        return self.total_ms - self.busy_ms
+        # Sums in another order may be above the whole in the last digits.
+        return max(self.total_ms - self.busy_ms, 0.0)
 
     @property
     def bubble_percent(self) -> float:

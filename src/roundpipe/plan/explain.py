@@ -12,7 +12,7 @@ from roundpipe.plan.memory import MemoryNeed
 from roundpipe.plan.planner import Planned, memory_of
 from roundpipe.plan.simulate import schedule_of, simulate
 from roundpipe.plan.timeline import Timeline
-from roundpipe.plan.workload import Workload
+from roundpipe.plan.workload import HEAVY_FACTOR, Workload
 
 _MANY = 6
 _WORTH_SAYING_PERCENT = 0.3
@@ -179,6 +179,14 @@ def _with_half(costs: LayerCosts, index: int) -> LayerCosts:
     return replace(costs, layers=(*costs.layers[:index], half, *costs.layers[index + 1 :]))
 
 
+def _nothing_to_widen(planned: Planned) -> bool:
+    """Whether stages could be wide, and none was because no layer is heavy."""
+    limits, costs = planned.limits, planned.workload.costs
+    may_be_wide = len(planned.workload.machine) > 1 and limits.max_replicas != 1
+    by_itself = limits.heavy_layers is None and len(costs) > 1
+    return may_be_wide and by_itself and not limits.heavy(costs)
+
+
 # --- text ------------------------------------------------------------------------------------
 
 
@@ -207,6 +215,11 @@ def _lines(explanation: Explanation) -> Iterator[str]:
     ):
         if replicas > 1:
             yield f"  layers {stage.start}..{stage.stop - 1} run on {replicas} devices at once"
+    if _nothing_to_widen(planned):
+        yield (
+            "  wide stages were not tried: no layer takes more than "
+            f"{HEAVY_FACTOR:g} times the median"
+        )
     yield "where the devices' time goes:"
     yield f"  {100 - account.bubble_percent:6.2f}%  computing"
     for cause in CAUSES:

@@ -70,7 +70,8 @@ class Planned:
     def bubble_percent(self) -> float:
         """Share of the devices' time in which they do not compute."""
         total = self.iteration_ms * len(self.workload.machine)
-        return 100 * (1 - self.busy_ms / total) if total else 0.0
+        # Sums in another order may be above the whole in the last digits.
+        return max(100 * (1 - self.busy_ms / total), 0.0) if total else 0.0
 
 
 def plan_iteration(

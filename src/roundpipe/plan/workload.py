@@ -19,7 +19,8 @@ for their own layers. ``async``: call t uses the step that followed call t - 2, 
 overlaps with a whole iteration.
 """
 
-_HEAVY_FACTOR = 1.2
+HEAVY_FACTOR = 1.2
+"""A layer that takes more than so many times the median may get a wide stage."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class PlanLimits:
         if len(costs) < 2:
             return frozenset()
         times = [layer.again_ms + layer.backward_ms for layer in costs.layers]
-        bound = _HEAVY_FACTOR * median(times)
+        bound = HEAVY_FACTOR * median(times)
         return frozenset(index for index, time in enumerate(times) if time > bound)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from roundpipe.errors import InvalidValueError, StateError
@@ -142,7 +143,17 @@ def save_picture(figure: Any, path: str | PathLike[str]) -> None:
     Args:
         figure: what a function of this module returned.
         path: where to; ``.png``, ``.svg`` and ``.pdf`` are among what matplotlib knows.
+
+    Raises:
+        InvalidValueError: matplotlib knows no such ending.
     """
+    known = figure.canvas.get_supported_filetypes()
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in known:
+        raise InvalidValueError(
+            f"{Path(path)} would be a picture of unknown kind; expected a name that ends in one of "
+            f"{', '.join(f'.{name}' for name in sorted(known))}"
+        )
     figure.savefig(path, dpi=110)
 
 

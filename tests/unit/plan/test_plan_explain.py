@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from roundpipe.plan import (
+    BubbleAccount,
     DeviceSpec,
     LayerCost,
     LayerCosts,
@@ -42,6 +43,27 @@ def test_a_heavy_layer_is_named_with_its_gain() -> None:
     assert first.change.startswith("layer 6 took half its time (it takes 20.0 times the median)")
     assert first.gain_percent > 30
     assert "cut layer 6 into smaller layers" in str(explanation)
+
+
+def test_it_is_said_why_no_stage_is_wide() -> None:
+    said = "wide stages were not tried: no layer takes more than 1.2 times the median"
+    heavy = LayerCosts((*BODY.layers, LayerCost(20.0, 40.0)), "headed")
+
+    assert said in str(explain(plan_iteration(Workload(BODY, Machine.uniform(2), 4))))
+    assert said not in str(explain(plan_iteration(Workload(BODY, Machine.uniform(1), 4))))
+    assert said not in str(explain(plan_iteration(Workload(heavy, Machine.uniform(2), 4))))
+    narrow = PlanLimits(max_replicas=1)
+    planned = plan_iteration(Workload(BODY, Machine.uniform(2), 4), narrow)
+    assert said not in str(explain(planned))
+
+
+def test_a_bubble_is_never_below_zero() -> None:
+    planned = plan_iteration(Workload(BODY, Machine.uniform(1), 2))
+    over = replace(planned, busy_ms=planned.iteration_ms * (1 + 1e-12))
+
+    assert f"{over.bubble_percent:.2f}" == "0.00"
+    account = BubbleAccount(3.0, 3.0 + 1e-12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert f"{account.bubble_percent:.2f}" == "0.00"
 
 
 def test_slow_uploads_are_blamed_where_they_are_the_limit() -> None:

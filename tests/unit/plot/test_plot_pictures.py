@@ -109,6 +109,13 @@ def test_nothing_to_draw_is_refused() -> None:
         plot_account({})
 
 
+def test_an_ending_that_is_no_picture_is_refused(tmp_path: Path) -> None:
+    figure = plot_timeline(simulation().timeline)
+    with pytest.raises(InvalidValueError, match=r"a.doc would be a picture of unknown kind; .*png"):
+        save_picture(figure, tmp_path / "a.doc")
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_matplotlib_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
