@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from .binding import Binding
-from .compat import has_step_hooks
 from .errors import InvalidTypeError, InvalidValueError
 from .gradients import Contribution
 from .parameters import ParameterStore, Submission
 from .records import LayerRecord, ParameterRecord
+from .sharing import Sharing, steps_apart
 from .stepping import FunctionStep, Stepper
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +60,8 @@ class OptimizerStep:
         self.schedulers = _checked_schedulers(schedulers)
         self.max_norm = _checked_max_norm(max_norm)
         self.lag = 1 if is_async else 0
+        self.sharing = Sharing.of(optimizer)
+        self.foreign: set[int] = set()  # parameters that are masters of other models
 
     def check_masters(self, store: ParameterStore, model_name: str) -> None:
         """Refuse an optimizer that trains nothing of the model.
@@ -74,15 +76,29 @@ class OptimizerStep:
                 "it on optim_parameters(), or within OptimizerCtx()"
             )
 
+    def join(self, stepper: Stepper, model_name: str) -> None:
+        """Come to terms with other models that step the same optimizer; see :class:`Sharing`.
+
+        Raises:
+            InvalidValueError: see :meth:`Sharing.foreign`.
+        """
+        self.foreign = self.sharing.foreign(
+            self.optimizer, stepper.store, model_name, self.max_norm is not None
+        )
+        self.sharing.take_turn(stepper)
+
     def run(self, store: ParameterStore, submission: Submission) -> None:
         """Update all layers, and publish them unless that is left to the next step."""
         publishes = self.lag == 0
         try:
             if not publishes:
                 store.publish(submission.version, submission.declared)
-            _Update(self, store, submission).run()
-            for scheduler in self.schedulers:
-                scheduler.step()
+            # Without it a step through another model, on that one's thread, would hide gradients
+            # that this one is at, and show those that it has hidden.
+            with self.sharing.turn:
+                _Update(self, store, submission).run()
+                for scheduler in self.schedulers:
+                    scheduler.step()
         except BaseException:
             store.mark_all_dirty()  # any master may have changed before
             raise
@@ -137,12 +153,14 @@ class _Update:
         layers = self._store.layers
         for layer in layers if self._publishes else reversed(layers):
             self._step_layer(layer)
-        self._step_shown([param for param in self._params if param in self._hidden])
+        self._step_shown([p for p in self._params if p in self._hidden and not self._is_foreign(p)])
         if not self._has_stepped:
             self._optimizer.step()  # for those who count steps, as schedulers do
 
     def _step_all(self) -> None:
         """One call for everything, for optimizers that look at more than one parameter."""
+        for param in filter(self._is_foreign, self._params):
+            self._hide(param)
         records = list(self._arrived)
         for record in records:
             self._fold(record)
@@ -220,6 +238,10 @@ class _Update:
 
     # --- gradients ---------------------------------------------------------------------------
 
+    def _is_foreign(self, param: torch.Tensor) -> bool:
+        """Whether its own model's step updates it; its gradient stays until then."""
+        return id(param) in self._step.foreign
+
     def _hide(self, param: torch.Tensor) -> None:
         """Put its gradient out of the optimizer's sight."""
         if param.grad is not None:
@@ -293,6 +315,7 @@ def submit_step(
     if isinstance(step_fn, torch.optim.Optimizer):
         step = _optimizer_step(step_fn, bool(is_async), args, kwargs)
         step.check_masters(stepper.store, model_name)
+        step.join(stepper, model_name)
         stepper.guard_state(step_fn)
         stepper.submit(step, bool(is_async) or step.lag == 0)
     elif callable(step_fn):
@@ -319,16 +342,6 @@ def _optimizer_step(
             "for anything else give a step function"
         )
     return OptimizerStep(optimizer, kwargs.get("scheduler"), kwargs.get("max_norm"), is_async)
-
-
-def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether calls of the optimizer for a layer at a time do what one call for all does.
-
-    True for the optimizers of torch and of :mod:`roundpipe.optim`, which treat each parameter by
-    itself. Others may keep a state for all parameters, or count their calls, as hooks may do.
-    """
-    home = type(optimizer).__module__.split(".")[:2]
-    return home in (["torch", "optim"], ["roundpipe", "optim"]) and not has_step_hooks(optimizer)
 
 
 def _release(contributions: Iterable[Contribution]) -> None:
