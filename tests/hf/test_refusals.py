@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf.engine_stand_in import run_as_one_graph
 from hf.families import build
 from hf.test_llama import batch, tiny_llama
-from hf.toys import WIDTH, Layer, Output, Toy, toy_batch
+from hf.toys import VOCABULARY, WIDTH, Layer, Output, Toy, toy_batch
 from roundpipe.errors import InvalidTypeError, RoundPipeError
 from roundpipe.hf import CutRefusedError, cut_model, is_cuttable
 from roundpipe.hf.refusal import WAY_OUT
@@ -40,7 +40,9 @@ def refused(model: nn.Module, reason: str, example: Any = None) -> CutRefusedErr
 
 
 def test_a_refusal_names_class_reason_and_way_out() -> None:
-    error = refused(nn.Linear(3, 3), "it has no list of layers", {"input": torch.ones(2, 3)})
+    example = {"input": torch.ones(2, 3)}
+    reason = r"no list of layers that its forward calls one by one \(it has no nn.ModuleList at all"
+    error = refused(nn.Linear(3, 3), reason, example)
     assert isinstance(error, RoundPipeError)
     assert isinstance(error, NotImplementedError)
     assert error.model_class == "Linear"
@@ -286,6 +288,29 @@ class WithObjects(Toy):
     ],
 )
 def test_what_code_around_the_layers_may_not_do(model_class: type[Toy], reason: str) -> None:
+    refused(model_class(), reason, toy_batch())
+
+
+class Uncalled(Toy):
+    def call(self, layer: Any, hidden: torch.Tensor, index: int, options: dict[str, Any]) -> Any:
+        return hidden + torch.tanh(layer.linear(hidden))
+
+
+class OfEmbeddings(Toy):
+    layer_class = staticmethod(lambda: nn.Embedding(VOCABULARY, WIDTH))  # type: ignore[assignment]
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int, options: dict[str, Any]) -> Any:
+        return hidden + layer(torch.tensor(index))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [
+        (Uncalled, r"\(the example's forward called no module of layers\)"),
+        (OfEmbeddings, r"\(the modules in layers have no modules of their own\)"),
+    ],
+)
+def test_lists_that_are_no_layers(model_class: type[Toy], reason: str) -> None:
     refused(model_class(), reason, toy_batch())
 
 

@@ -16,10 +16,10 @@ from torch import nn
 from hf.engine_stand_in import difference, take_grads
 from hf.families import build
 from hf.test_llama import batch, tiny_llama
-from hf.toys import Toy, toy_batch
+from hf.toys import WIDTH, Toy, toy_batch
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.devices.cpu import visible_cores
-from roundpipe.errors import InvalidTypeError, InvalidValueError
+from roundpipe.errors import InvalidTypeError, InvalidValueError, StateError
 from roundpipe.hf import CutRefusedError, HuggingFacePipe
 from roundpipe.wrapping import PartedModel, UnknownModelError
 from support.plain import intraop_threads
@@ -269,6 +269,38 @@ def test_a_model_of_ones_own_is_cut_on_an_example() -> None:
         pipe.synchronize()
         assert len(take_grads(model)) == len(list(model.parameters()))
         torch.testing.assert_close(pipe(**inputs).logits, model(**inputs).logits)
+
+
+class OfLinears(Toy):
+    """Its layers are torch's own, and what goes between them is in its forward."""
+
+    layer_class = staticmethod(lambda: nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+
+    def between(self, hidden: Any, index: int, options: dict[str, Any]) -> torch.Tensor:
+        return torch.tanh(hidden) + index
+
+
+def test_layers_may_be_plain_modules() -> None:
+    model = OfLinears()
+    inputs = toy_batch(6)
+    expected = model(**inputs).loss
+    expected.backward()
+    grads = take_grads(model)
+    with wrap(model, example=toy_batch()) as pipe:
+        assert len(pipe.model) == 5
+        loss = pipe.forward_backward(input_kwargs=inputs)
+        pipe.synchronize()
+    torch.testing.assert_close(loss, expected.detach())
+    assert difference(take_grads(model), grads) <= 1e-6
+
+
+def test_it_is_too_late_to_resize_embeddings() -> None:
+    with wrap(tiny_llama()) as pipe:
+        assert pipe.resize_token_embeddings() is pipe.get_input_embeddings()
+        with pytest.raises(
+            StateError, match=r"resize_token_embeddings\(130\) .* resize, then wrap"
+        ):
+            pipe.resize_token_embeddings(130)
 
 
 def test_an_unknown_model_as_a_sequence_is_refused_naming_what_is_known() -> None:

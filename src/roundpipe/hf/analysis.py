@@ -59,8 +59,8 @@ class Analysis:
 def candidate_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Outermost lists of modules that have parts, by name.
 
-    Lists of plain embeddings or projections are no lists of layers, unless a model that is none of
-    transformers has no others.
+    Lists of plain projections are no lists of layers, unless a model that is none of transformers
+    has no others.
     """
     found: dict[str, nn.ModuleList] = {}
     plain: dict[str, nn.ModuleList] = {}
@@ -69,13 +69,19 @@ def candidate_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and not inside:
             if _holds_layers(module):
                 found[name] = module
-            elif any(True for _ in module.parameters()):
+            elif _holds_plain_layers(module):
                 plain[name] = module
     return found or ({} if any(map(private.is_pretrained, model.modules())) else plain)
 
 
 def _holds_layers(found: nn.ModuleList) -> bool:
     return len(found) > 0 and all(any(True for _ in element.children()) for element in found)
+
+
+def _holds_plain_layers(found: nn.ModuleList) -> bool:
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    weighty = any(True for _ in found.parameters())
+    return weighty and not any(isinstance(element, embeddings) for element in found)
 
 
 def analyse(model: nn.Module, probe: Probe, excluded: frozenset[str] = frozenset()) -> Analysis:
@@ -130,8 +136,8 @@ def _lists_seen(model: nn.Module) -> str:
         return "it has no nn.ModuleList at all"
     layers = candidate_lists(model)
     if not layers:
-        return f"{', '.join(names)} holds no modules that have modules of their own"
-    return f"{', '.join(layers)} was not called module by module in the forward of the example"
+        return f"the modules in {', '.join(names)} have no modules of their own"
+    return f"the example's forward called no module of {', '.join(layers)}"
 
 
 def _parameter_count(modules: list[nn.Module]) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from roundpipe.calls import LossFunction
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.errors import InvalidValueError
+from roundpipe.errors import InvalidValueError, StateError
 from roundpipe.hf.batch_loss import LossRule, with_spec_of_options, with_tail_options
 from roundpipe.hf.generation import generating_copy
 from roundpipe.hf.plan import TAIL_OPTIONS
@@ -128,6 +128,19 @@ class HuggingFacePipe(RoundPipe):
             loss, output = result
             return loss, _with_loss(output, loss)
         return result
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, **kwargs: Any) -> Any:
+        """The library's without a number: the embeddings; with one, it is too late.
+
+        Raises:
+            StateError: a number is given: the pieces hold the embeddings and head of before.
+        """
+        if new_num_tokens is None:
+            return self._target.get_input_embeddings()  # type: ignore[operator]
+        raise StateError(
+            f"resize_token_embeddings({new_num_tokens}) of a wrapped {type(self._target).__name__}"
+            ": the layers were cut from it with the embeddings of now; resize, then wrap"
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The library's ``generate``, each token computed by a call of :meth:`forward`.
