@@ -48,8 +48,8 @@ def _own_loss(output: Any, _label: Any) -> Any:
         f"the model returns a {type(output).__name__}{shape}, which is no loss; give a loss_fn of "
         "(output, label) that returns a sum over rows, as lambda output, label: "
         'F.cross_entropy(output.logits.flatten(0, 1), label.flatten(), reduction="sum") for a '
-        "language model of transformers. Saved ones can be checked layer by layer, with a loss: "
-        "roundpipe verify FOLDER"
+        "language model of transformers, with roundpipe.hf.cut_model(model).layers as the model "
+        "to see it layer by layer; a saved one is checked so by the command roundpipe verify FOLDER"
     )
 
 
