@@ -56,7 +56,8 @@ def _row_labels(model: nn.Module) -> torch.Tensor:
         return torch.zeros(_ROWS, dtype=torch.long)
     if kind == "multi_label_classification" or (kind == "regression" and number > 1):
         return torch.zeros(_ROWS, number)
-    return torch.zeros(_ROWS) if number == 1 else torch.zeros(_ROWS, dtype=torch.long)
+    real = number == 1 and kind in (None, "regression")
+    return torch.zeros(_ROWS, dtype=torch.float32 if real else torch.long)
 
 
 @contextmanager
