@@ -116,7 +116,9 @@ def test_a_step_waits_until_that_of_the_other_model_is_over(
     first.step(optimizer)
     monkeypatch.setattr(Stepper, "settle", told)
     second.step(optimizer)
-    assert order[:3] == [0, 1, 2]  # nobody but second.step() has waited for it
+    had_stepped = list(order[:3])
+    is_awaited.set()
+    assert had_stepped == [0, 1, 2]  # nobody but second.step() has waited for it
     assert weights(first) == weights(second) == [0.0] * 3
     assert order == [0, 1, 2, 3, 4, 5]
 
