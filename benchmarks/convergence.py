@@ -11,11 +11,10 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.cli.batches import (
@@ -29,30 +28,10 @@ from roundpipe.cli.documents import read_corpus
 from roundpipe.cli.model_source import find_model, load_model
 from roundpipe.cli.recipe import Recipe
 from roundpipe.cli.recipe_file import read_recipe
+from roundpipe.cli.training import LossTail, model_inputs
 from roundpipe.hf import cut_model
 
 WAYS = ("synchronous", "layer by layer", "asynchronous")
-
-
-class LossTail(nn.Module):
-    """The model's tail, giving only its loss."""
-
-    def __init__(self, tail: nn.Module) -> None:
-        super().__init__()
-        self.tail = tail
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = self.tail(*args, **kwargs).loss
-        return loss
-
-
-def inputs(batch: Batch) -> dict[str, Any]:
-    return {
-        "input_ids": batch.input_ids,
-        "attention_mask": batch.attention_mask,
-        "labels": batch.labels,
-        "num_items_in_batch": batch.num_predicted,
-    }
 
 
 class Study:
@@ -94,7 +73,7 @@ class Study:
                 optimizer.zero_grad()
 
             for batch in self.batches:
-                losses.append(float(pipe.forward_backward(input_kwargs=inputs(batch))))
+                losses.append(float(pipe.forward_backward(input_kwargs=model_inputs(batch))))
                 if way == "layer by layer":
                     pipe.step(optimizer, max_norm=self.max_norm)
                 else:
@@ -108,7 +87,7 @@ class Study:
         config = RoundPipeRunConfig(merge_output=lambda losses: torch.stack(list(losses)).sum())
         with torch.no_grad():
             for batch in self.held_out:
-                loss = pipe.forward(**inputs(batch), roundpipe_run_config=config)
+                loss = pipe.forward(**model_inputs(batch), roundpipe_run_config=config)
                 total, count = (
                     total + float(loss) * batch.num_predicted,
                     count + batch.num_predicted,

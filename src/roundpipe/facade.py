@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
@@ -192,6 +193,11 @@ class WrappedModel(nn.Module):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def name_of_caller(frame: FrameType) -> str:
+    """``file.py:line``: the default name of a model that was wrapped there."""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 class OptimizerCtx:

@@ -32,6 +32,7 @@ from .errors import (
     Where,
     add_where,
 )
+from .facade import name_of_caller
 from .in_flight import DROPPED, Airborne, InFlightCall, PackedOutputs, fed_by
 from .layerwise import submit_step
 from .measuring import MeasuredModel
@@ -109,9 +110,7 @@ class RoundPipe(MeasuredModel):
                 f"accumulate_dtype={accumulate_dtype} needs Tensor.grad_dtype, which torch "
                 f"{torch.__version__} lacks; leave it out or install a newer torch"
             )
-        if name is None:
-            caller = sys._getframe(1)
-            name = f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
+        name = name or name_of_caller(sys._getframe(1))
         pool = open_pool(devices)
         owned = None if pool is devices else pool
         try:

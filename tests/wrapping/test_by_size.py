@@ -398,3 +398,19 @@ def test_frozen_parts_get_no_gradients() -> None:
         assert len(list(pipe.optim_parameters())) == len(
             [p for p in net.parameters() if p.requires_grad]
         )
+
+
+def test_a_sequence_with_a_hole_fails_as_it_does_unwrapped() -> None:
+    def model() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        inner.register_module("1", None)
+        return nn.Sequential(nn.Linear(4, 4), inner)
+
+    with pytest.raises(TypeError) as plain:
+        model()(torch.ones(2, 4))
+    with (
+        wrap_model_to_roundpipe(model(), False, lower_threshold=0, devices="cpu:1") as pipe,
+        pytest.raises(TypeError) as wrapped,
+    ):
+        pipe(torch.ones(2, 4))
+    assert str(wrapped.value) == str(plain.value)

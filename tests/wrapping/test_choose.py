@@ -58,6 +58,13 @@ def parts_of(choice: Choice) -> list[PartSpec]:
     return found
 
 
+def test_what_layers_of_a_part_share_counts_once_against_the_threshold() -> None:
+    tree = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    tree[1].weight = tree[0].weight
+    assert parts_of(choose_parts(tree, Limits(5, 5), Wishes(frozenset()))) == []
+    assert len(parts_of(choose_parts(tree, Limits(4, 4), Wishes(frozenset())))) == 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(trees(), st.integers(0, 400), st.integers(0, 400), st.randoms())
 def test_every_parameter_has_one_place(tree: nn.Module, lower: int, more: int, random: Any) -> None:

@@ -79,7 +79,7 @@ class Trainer:
 
         With asynchronous steps the update goes on while the next step computes.
         """
-        loss = float(self._pipe.forward_backward(input_kwargs=_inputs(batch)))
+        loss = float(self._pipe.forward_backward(input_kwargs=model_inputs(batch)))
         self._pipe.step(self._update, is_async=self._recipe.training.async_step)
         return loss
 
@@ -121,7 +121,7 @@ class Trainer:
     def _wrap(self) -> RoundPipe:
         *layers, tail = self._cut.layers
         return RoundPipe(
-            nn.Sequential(*layers, _LossTail(tail)),
+            nn.Sequential(*layers, LossTail(tail)),
             optim_dtype=dtype_named(self._recipe.model.master_dtype),
             name=type(self._cut.model).__name__,
             model_run_config=RoundPipeRunConfig(
@@ -135,7 +135,7 @@ class Trainer:
         pieces = min(self.num_microbatch, len(batch.input_ids))
         config = RoundPipeRunConfig(num_microbatch=pieces, merge_output=_total)
         with torch.no_grad():
-            loss: Tensor = self._pipe.forward(**_inputs(batch), roundpipe_run_config=config)
+            loss: Tensor = self._pipe.forward(**model_inputs(batch), roundpipe_run_config=config)
         return loss
 
     def _set_mode(self, training: bool) -> None:
@@ -155,7 +155,7 @@ class Trainer:
         self._grad_norms.append(float(norm))
 
 
-class _LossTail(nn.Module):
+class LossTail(nn.Module):
     """The model's tail, giving only its loss, so that the logits stay on the device."""
 
     def __init__(self, tail: nn.Module) -> None:
@@ -163,11 +163,13 @@ class _LossTail(nn.Module):
         self.tail = tail
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a microbatch."""
         loss: Tensor = self.tail(*args, **kwargs).loss
         return loss
 
 
-def _inputs(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """A batch as the model's keyword arguments."""
     return {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,

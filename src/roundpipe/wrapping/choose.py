@@ -100,7 +100,11 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def is_sequence(module: nn.Module) -> bool:
     """Whether it calls its children one after the other and does nothing else."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if not isinstance(module, nn.Sequential):
+        return False
+    # One that holds a None fails in its own forward, and shall fail there.
+    is_whole = all(child is not None for child in module._modules.values())
+    return is_whole and type(module).forward is nn.Sequential.forward
 
 
 class _Chooser:
@@ -173,7 +177,7 @@ class _Chooser:
         items: list[PartSpec | nn.Module] = []
         for config, run in runs:
             layers = tuple(layer for _, item in run for layer in _layers(item))
-            size = sum(self._bytes[id(layer)] for layer in layers)
+            size = parameter_bytes(nn.ModuleList(layers))  # what layers share counts once
             if self._is_layer(run[0][1]) and (config or size >= self._limits.lower_bytes):
                 items.append(PartSpec(run[0][0], layers, config))
             else:
@@ -198,7 +202,7 @@ def _flattened(
     found: list[tuple[str, nn.Module]] = []
     for child_name, child in module._modules.items():
         path = f"{name}.{child_name}" if name else child_name
-        assert child is not None  # a Sequential with a None fails in its own forward
+        assert child is not None  # `is_sequence` has seen to that
         if is_sequence(child) and not _has_hooks(child) and id(child) not in special:
             found += _flattened(child, path, special)
         else:

@@ -18,6 +18,7 @@ from roundpipe.devices import DevicePool, open_pool
 from roundpipe.errors import InvalidTypeError, InvalidValueError, StateError, Where, add_where
 from roundpipe.facade import WrappedModel
 from roundpipe.grafting import Graft, graft
+from roundpipe.in_flight import DROPPED
 from roundpipe.layerwise import submit_step
 from roundpipe.stepping import Stepper
 from roundpipe.wrapping.choose import ChainSpec, Choice, PartSpec
@@ -25,7 +26,6 @@ from roundpipe.wrapping.group_store import GroupStore
 from roundpipe.wrapping.parts import Chain, Current, Part, PartCall, StandIn, merged_config
 
 Self = TypeVar("Self", bound="PartedModel")
-DROPPED = "gradients accumulated since the last step were dropped"
 _OF_ONE_PART = ("split_input", "split_label", "merge_output", "execute_plan", "output_device")
 
 

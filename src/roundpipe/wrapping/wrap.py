@@ -12,6 +12,7 @@ from torch import nn
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DevicePool, open_pool
 from roundpipe.errors import InvalidTypeError, InvalidValueError, RoundPipeError
+from roundpipe.facade import name_of_caller
 from roundpipe.pipeline import RoundPipe
 from roundpipe.wrapping.choose import (
     Limits,
@@ -87,11 +88,9 @@ def wrap_model_to_roundpipe(
         InvalidValueError: a threshold or a name of a module is impossible.
     """
     _check_kinds(model, use_sequential_preset, model_run_config)
-    limits = _check_thresholds(lower_threshold, upper_threshold)
+    limits = _checked_thresholds(lower_threshold, upper_threshold)
     wishes = _wishes(model, skip_modules, override_config or {})
-    if name is None:
-        caller = sys._getframe(1)
-        name = f"{caller.f_code.co_filename.rsplit('/', 1)[-1]}:{caller.f_lineno}"
+    name = name or name_of_caller(sys._getframe(1))
     roundpipe_kwargs.update(name=name, model_run_config=model_run_config)
     if use_sequential_preset is not False:
         if example is not None or _is_known(model):
@@ -124,22 +123,25 @@ def _check_kinds(model: object, preset: object, config: object) -> None:
         )
 
 
-def _check_thresholds(lower: object, upper: object) -> tuple[int, int | None]:
-    for label, value in (("lower_threshold", lower), ("upper_threshold", upper)):
-        if value is None and label == "upper_threshold":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidTypeError(f"{label} is {value!r}; give a number of bytes")
-        if value < 0:
-            raise InvalidValueError(f"{label} is {value}; it must not be negative")
-    assert isinstance(lower, int)
-    assert upper is None or isinstance(upper, int)
-    if upper is not None and upper < lower:
+def _checked_thresholds(lower: object, upper: object) -> tuple[int, int | None]:
+    lower_bytes = _checked_bytes("lower_threshold", lower)
+    if upper is None:
+        return lower_bytes, None
+    upper_bytes = _checked_bytes("upper_threshold", upper)
+    if upper_bytes < lower_bytes:
         raise InvalidValueError(
-            f"upper_threshold ({upper}) is below lower_threshold ({lower}); no "
+            f"upper_threshold ({upper_bytes}) is below lower_threshold ({lower_bytes}); no "
             "module fits between them"
         )
-    return lower, upper
+    return lower_bytes, upper_bytes
+
+
+def _checked_bytes(label: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(f"{label} is {value!r}; give a number of bytes")
+    if value < 0:
+        raise InvalidValueError(f"{label} is {value}; it must not be negative")
+    return value
 
 
 def _wishes(
