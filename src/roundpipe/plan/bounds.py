@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import gcd
 
 from roundpipe.plan.iterations import Schedule
@@ -30,22 +31,41 @@ def least_work_ms(workload: Workload, limits: PlanLimits) -> float:
 def least_iteration_ms(workload: Workload, limits: PlanLimits) -> float:
     """A time that no plan can beat, from the work that there is and from the longest chain.
 
-    The devices together do the work at the sum of their speeds. In ``sync`` mode, moreover, one
-    microbatch passes through all layers, forward and backward, one after another, and the step
-    follows; with steps that overlap, steps follow one another.
+    The devices together do the work at the sum of their speeds. Where iterations do not overlap,
+    moreover, one microbatch passes through all layers, forward and backward, one after another. In
+    ``sync`` mode the step follows; with steps that overlap, steps follow one another.
     """
     if workload.costs_by_kind:
         return 0.0
     speeds = [device.speed for device in workload.machine.devices]
     work = least_work_ms(workload, limits) / sum(speeds)
+    chain = _chain_ms(workload, 0) / max(speeds)
     step = 0.0 if workload.run_type == "infer" else workload.optimizer_ms
-    if workload.mode != "sync":
-        return max(work, step if workload.mode == "async" else 0.0)
+    if workload.mode == "sync":
+        return max(work, chain) + step
+    if workload.rules.overlap_calls:
+        return max(work, step)
+    if workload.mode == "layerwise" and workload.run_type != "infer":
+        return _least_layerwise_ms(workload, work, max(speeds))
+    return max(work, chain, step)
+
+
+def _chain_ms(workload: Workload, start: int) -> float:
+    """From the begin of a microbatch's forward through a layer to the end of its backward."""
     layers = workload.costs.layers
-    chain = sum(layer.forward_ms for layer in layers)
+    # The published simulation's fused stage goes forward before its input is there.
+    is_broken = workload.run_type == "fused" and workload.rules.early_fused_forward
+    chain = 0.0 if is_broken else sum(layer.forward_ms for layer in layers[start:])
     if workload.run_type != "infer":
         chain += sum(layer.backward_ms for layer in layers)
-    return max(work, chain / max(speeds)) + step
+    return chain
+
+
+def _least_layerwise_ms(workload: Workload, work_ms: float, speed: float) -> float:
+    """Where layers are updated upwards between calls: no layer runs before its own update."""
+    updated = list(accumulate(layer.optimizer_ms for layer in workload.costs.layers))
+    chains = (end + _chain_ms(workload, layer) / speed for layer, end in enumerate(updated))
+    return max(updated[0] + work_ms, *chains)
 
 
 def device_loads(

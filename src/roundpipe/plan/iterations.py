@@ -1,8 +1,9 @@
 """Iterations on the clock: rounds of calls, the optimizer step, and what may overlap.
 
 sync        calls of iteration t, gradients home, step, calls of iteration t + 1
-layerwise   as sync, but a layer is updated once its own gradients are home, and the uploads of
-            iteration t + 1 wait only for their own layers
+layerwise   as sync, but layers are updated one by one, and the uploads of iteration t + 1 wait only
+            for their own layers. Where calls overlap, a layer is updated once its own gradients are
+            home; where they do not, layers are updated upwards once the calls of t have ended
 async       calls of iteration t + 1 begin at once; those of t + 2 wait for the step of t
 """
 
@@ -106,12 +107,13 @@ class IterationClock:
         recorder: IterationRecorder | None = None,
     ) -> None:
         self.ends_ms: list[float] = []
-        self._is_layerwise = workload.mode == "layerwise" and workload.run_type != "infer"
-        self.clock = PipelineClock(workload.machine, recorder, by_layer=self._is_layerwise)
-        self._is_uniform = workload.machine.is_uniform
-        self._mode = workload.mode
         self._has_step = workload.run_type != "infer"
         self._overlap = workload.rules.overlap_calls
+        self._is_layerwise = workload.mode == "layerwise" and self._has_step
+        self._is_early = self._is_layerwise and self._overlap
+        self.clock = PipelineClock(workload.machine, recorder, by_layer=self._is_early)
+        self._is_uniform = workload.machine.is_uniform
+        self._mode = workload.mode
         self._schedules = schedules
         self._recorder = recorder
         self._step_end = 0.0
@@ -145,7 +147,7 @@ class IterationClock:
         """Run one more iteration; returns its end."""
         call_number = 0
         for model, schedule in enumerate(self._schedules):
-            if self._is_layerwise:
+            if self._is_early:
                 self.clock.homecomings = []
             for _ in range(schedule.rounds):
                 for index, steps in enumerate(schedule.calls):
@@ -154,10 +156,13 @@ class IterationClock:
                     published = self._published(model, waits=index > 0)
                     self.clock.run_call(schedule.tables, steps, schedule.microbatches, published)
                     call_number += 1
-            if self._is_layerwise:
-                self._update_layers(model, schedule)
+            if self._is_early:
+                self._update_early(model, schedule)
         end = self.clock.now
-        if self._has_step and not self._is_layerwise:
+        if self._is_layerwise:
+            if not self._is_early:
+                self._update_upwards(end)
+        elif self._has_step:
             self._step(end, self.step_ms)
             if self._mode == "sync":
                 end = self._step_end
@@ -180,7 +185,14 @@ class IterationClock:
         if self._recorder is not None and duration > 0:
             self._recorder.step(len(self.ends_ms), begin, self._step_end)
 
-    def _update_layers(self, model: int, schedule: Schedule) -> None:
+    def _update_upwards(self, ready: float) -> None:
+        """Update all layers one after another, in the order in which the next call needs them."""
+        for updated, schedule in zip(self._updated, self._schedules, strict=True):
+            for layer, duration in enumerate(schedule.update_ms):
+                self._step(ready, duration)
+                updated[layer] = self._step_end
+
+    def _update_early(self, model: int, schedule: Schedule) -> None:
         """Update each layer once its gradients are home, one after another."""
         home: dict[int, float] = {}
         for end, start, stop in self.clock.homecomings or ():
@@ -233,6 +245,9 @@ def pace_of(
         if workload.mode == "async" and not workload.rules.overlap_calls:
             # Call t + 2 waits for step t: whichever of calls and steps takes longer sets the pace.
             return Pace(max(first, run.step_ms), 1, True)
+        if workload.mode == "layerwise" and not workload.rules.overlap_calls:
+            # When calls have ended nothing is left but the updates: from then on all is alike.
+            return Pace(run.run_iteration() - first, 2, True)
     devices = len(workload.machine)
     few = max(3, devices // 2)
     states = [run.state()]

@@ -14,9 +14,9 @@ MODES = ("sync", "layerwise", "async")
 """When a call may use updated parameters.
 
 ``sync``: the step follows the iteration, and the next iteration follows the step. ``layerwise``:
-the same numbers, but each layer is updated as soon as its gradients are home, and uploads wait only
-for their own layers. ``async``: call t uses the step that followed call t - 2, so that the step
-overlaps with a whole iteration.
+the same numbers, but layers are updated one by one, and uploads of the next iteration wait only for
+their own layers; when the updates begin is one of the :class:`EngineRules`. ``async``: call t uses
+the step that followed call t - 2, so that the step overlaps with a whole iteration.
 """
 
 HEAVY_FACTOR = 1.2
@@ -30,8 +30,11 @@ class EngineRules:
     Attributes:
         early_recompute: whether the recompute of a microbatch may start before its gradient has
             arrived.
-        overlap_calls: whether a call may start before the last one has ended. The published
-            figures are of an engine that does.
+        overlap_calls: whether the caller's program runs ahead of the devices, so that a call may
+            start before the last one has ended. Such an engine also knows of a layerwise step
+            beforehand, and updates a layer as soon as its own gradients are home; one that does
+            not is told of the step when the iteration's last call has ended, and goes up the
+            layers from there. The published figures are of an engine that does.
         early_fused_forward: treat the fused stage's forward as a recompute, that is, let it start
             before its input is there. No engine can; the published simulation did.
     """
@@ -42,7 +45,8 @@ class EngineRules:
 
 
 ENGINE_RULES = EngineRules(early_recompute=False, overlap_calls=False)
-"""How this package's engine orders work: a call returns when its last stage has ended.
+"""How this package's engine orders work: a call returns when its last stage has ended, and its
+gradients are home.
 
 Costs files without rules are read so. The defaults of :class:`EngineRules` are those of the
 published figures.

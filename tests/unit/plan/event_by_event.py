@@ -309,10 +309,12 @@ class EventByEvent:
         return True
 
     def _start_step(self) -> bool:
-        if self._step_running or self.workload.run_type == "infer":
+        if self.workload.run_type == "infer":
             return False
         if self.workload.mode == "layerwise":
             return self._start_layer_step()
+        if self._step_running:
+            return False
         iteration = len(self._steps_done)
         if iteration == self.iterations or not self._all_done(
             lambda task: task.iteration == iteration
@@ -328,18 +330,32 @@ class EventByEvent:
         return True
 
     def _start_layer_step(self) -> bool:
-        """Update the layer whose gradients were home first; of one stage, the last layer first."""
+        """Update one layer of the first iteration that still has one that was not updated."""
         for iteration in range(self.iterations):
-            self._note_homes(iteration)
-            homes = self._layer_homes[iteration]
-            waiting = set(homes) - self._layers_done[iteration]
+            waiting = set(range(len(self.workload.costs))) - self._layers_done[iteration]
             if waiting:
-                layer = min(waiting, key=lambda layer: (homes[layer], -layer))
+                layer = self._next_layer(iteration, waiting)
+                if layer is None or self._step_running:
+                    return False
                 self._update(iteration, layer)
                 return True
-            if len(self._layers_done[iteration]) < len(self.workload.costs):
-                return False
         return False
+
+    def _next_layer(self, iteration: int, waiting: set[int]) -> int | None:
+        """The layer whose turn it is, if it is any's.
+
+        Where calls overlap, that whose gradients were home first; of one stage, the last. Where
+        they do not, the step is called after them, and takes the lowest layer.
+        """
+        if not self.workload.rules.overlap_calls:
+            has_turn = not self._step_running and self._all_done(
+                lambda task: task.iteration == iteration
+            )
+            return min(waiting) if has_turn else None
+        # Also while another layer is updated, or the time of coming home would be wrong.
+        self._note_homes(iteration)
+        homes = self._layer_homes[iteration]
+        return min(waiting & set(homes), key=lambda layer: (homes[layer], -layer), default=None)
 
     def _note_homes(self, iteration: int) -> None:
         homes = self._layer_homes[iteration]

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.errors import InvalidValueError
-from roundpipe.plan import LayerCost, LayerCosts, Machine, StagePlan, Workload, simulate
-from roundpipe.plan.iterations import IterationClock
+from roundpipe.plan import (
+    ENGINE_RULES,
+    LayerCost,
+    LayerCosts,
+    Machine,
+    PlanLimits,
+    StagePlan,
+    Workload,
+    simulate,
+)
+from roundpipe.plan.bounds import least_iteration_ms
+from roundpipe.plan.iterations import IterationClock, pace_of
 from roundpipe.plan.published import published_model, published_names
 from roundpipe.plan.simulate import schedule_of
-from roundpipe.plan.timeline import COMPUTE
+from roundpipe.plan.timeline import COMPUTE, HOST
 from unit.plan.draws import divisors, plans, workloads
 from unit.plan.event_by_event import EventByEvent
 
@@ -54,6 +67,61 @@ def test_the_planners_shortcut_for_even_stages_changes_nothing(data: st.DataObje
         short.run_iteration()
 
     assert short.ends_ms == pytest.approx(list(spelled_out.ends_ms), rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), st.booleans(), st.data())
+def test_layer_by_layer_is_between_the_bound_and_synchronous_steps(
+    drawn: Workload, early_recompute: bool, data: st.DataObject
+) -> None:
+    """Under this package's rules, and in every iteration, not only on average."""
+    rules = replace(ENGINE_RULES, early_recompute=early_recompute)
+    like = drawn.machine.devices[0]
+    uniform = Machine.uniform(3, drawn.machine.hop_ms, like=like, links=drawn.machine.links)
+    machine = data.draw(st.sampled_from([drawn.machine, uniform]))
+    layerwise = replace(drawn, mode="layerwise", machine=machine, rules=rules)
+    plan = data.draw(plans(layerwise))
+    sync, found = (
+        simulate(workload, plan, iterations=4)
+        for workload in (replace(layerwise, mode="sync"), layerwise)
+    )
+
+    slack_ms = 1e-9 * sync.makespan_ms
+    assert all(a <= b + slack_ms for a, b in zip(found.ends_ms, sync.ends_ms, strict=True))
+    bound_ms = least_iteration_ms(layerwise, PlanLimits())
+    times_ms = [b - a for a, b in pairwise(found.ends_ms)]
+    assert all(time_ms >= bound_ms - slack_ms for time_ms in times_ms)
+    if machine.is_uniform:  # then all are alike, and two tell the pace
+        pace_ms = pace_of(layerwise, [schedule_of(layerwise, plan)]).iteration_ms
+        assert times_ms == pytest.approx([pace_ms] * 3, abs=slack_ms)
+
+
+@pytest.mark.parametrize(
+    ("overlap_calls", "updates"),
+    [(False, [(19.0, 24.0), (24.0, 28.0)]), (True, [(8.0, 12.0), (19.0, 24.0)])],
+)
+def test_layers_are_updated_upwards_unless_the_engine_knows_of_the_step_beforehand(
+    overlap_calls: bool, updates: list[tuple[float, float]]
+) -> None:
+    """Layer 0 takes 5 ms to update, layer 1, the head, 4; both matter to the next iteration.
+
+    device   F0 F0 L1 L1 B0 B0     F0 F0    L1 L1 ..
+    step                       U0  U1
+    """
+    layers = (LayerCost(1.0, 4.5, optimizer_ms=5.0), LayerCost(1.0, 2.0, optimizer_ms=4.0))
+    costs = LayerCosts(layers)
+    rules = replace(ENGINE_RULES, overlap_calls=overlap_calls)
+    workload = Workload(costs, Machine.uniform(1), 2, mode="layerwise", rules=rules)
+    plan = StagePlan([range(1)], [range(1, 2), range(1)])
+
+    simulation = simulate(workload, plan, iterations=2)
+
+    steps = [s for s in simulation.timeline.of(HOST, "step") if s.iteration == 0]
+    assert [(span.begin_ms, span.end_ms) for span in steps] == updates
+    again = [span for span in simulation.timeline.of(0, *COMPUTE) if span.iteration == 1]
+    head_ms = 26.0 if overlap_calls else 28.0
+    assert [span.begin_ms for span in again[:3]] == [24.0, 25.0, head_ms]
+    assert simulation.ends_ms == (19.0, head_ms + 17.0)
 
 
 @pytest.mark.parametrize("name", published_names())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roundpipe.errors import InvalidValueError
 from roundpipe.plan import (
+    ENGINE_RULES,
     DeviceSpec,
     EngineRules,
     LayerCost,
@@ -119,11 +120,12 @@ def test_equals_brute_force_with_a_heavy_head(
     assert planned.iteration_ms == pytest.approx(fastest, abs=1e-9)
 
 
+@pytest.mark.parametrize("rules", [EngineRules(), ENGINE_RULES])
 @pytest.mark.parametrize("mode", ["layerwise", "async"])
-def test_equals_brute_force_in_the_long_run(mode: str) -> None:
+def test_equals_brute_force_in_the_long_run(mode: str, rules: EngineRules) -> None:
     """Iterations that overlap are compared by their pace, here that of the last 6 of 12."""
     layers = tuple(LayerCost(time, 2 * time, optimizer_ms=1.0) for time in (1.0, 3.0, 2.0))
-    workload = Workload(LayerCosts(layers), Machine.uniform(3, 0.5), 3, mode=mode)
+    workload = Workload(LayerCosts(layers), Machine.uniform(3, 0.5), 3, mode=mode, rules=rules)
     limits = PlanLimits(max_replicas=1, microbatches_per_round=(3,))
 
     planned = plan_iteration(workload, limits)
@@ -195,7 +197,7 @@ def test_every_plan_is_legal_and_steady(data: st.DataObject) -> None:
         data.draw(st.sampled_from([1, 4, 6])),
         data.draw(st.sampled_from(["infer", "train", "fused"])),
         data.draw(st.sampled_from(["sync", "layerwise", "async"])),
-        rules=EngineRules(data.draw(st.booleans()), data.draw(st.booleans())),
+        rules=EngineRules(*(data.draw(st.booleans()) for _ in range(3))),
     )
     limits = PlanLimits(
         forward_layers=data.draw(st.sampled_from([None, 2, 5])),
