@@ -75,7 +75,8 @@ class Case:
         microbatches: of an iteration.
         times_ms: forward and backward of each layer.
         is_wide: whether the last layer, a heavy head, may run on several devices at once.
-        mode: of the steps, each of which sleeps for ``STEP_MS``; ``none`` for no steps.
+        mode: of the steps; ``none`` for no steps.
+        step_ms: for how long a step sleeps, the same for each layer.
     """
 
     devices: int
@@ -83,9 +84,15 @@ class Case:
     times_ms: Sequence[tuple[float, float]]
     is_wide: bool
     mode: str
+    step_ms: float = STEP_MS
+
+    @property
+    def update_ms(self) -> float:
+        """For how long the update of a layer sleeps."""
+        return self.step_ms / len(self.times_ms)
 
     def costs(self) -> LayerCosts:
-        step_ms = 0.0 if self.mode == "none" else STEP_MS / len(self.times_ms)
+        step_ms = 0.0 if self.mode == "none" else self.update_ms
         return LayerCosts(tuple(LayerCost(f, b, optimizer_ms=step_ms) for f, b in self.times_ms))
 
 
@@ -165,7 +172,7 @@ def predict(case: Case, costs: ModelCosts, plan: StagePlan) -> Simulation:
 
 
 def workload_of(case: Case, costs: ModelCosts) -> Workload:
-    mode = "async" if case.mode == "async" else "sync"
+    mode = "sync" if case.mode == "none" else case.mode
     return costs.workload(mode, microbatches=case.microbatches)
 
 
@@ -177,11 +184,18 @@ def pace_ms(simulation: Simulation) -> float:
 def train(pipe: RoundPipe, plan: ModelExecutePlan, case: Case) -> Profile:
     x = torch.ones(case.microbatches, 4)
     config = RoundPipeRunConfig(execute_plan=plan)
+    optimizer = napping_optimizer(pipe, case.update_ms)
+
+    def step_fn() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
 
     def iterate() -> None:
         pipe.forward_backward((x,), loss_fn=lambda out, _: out.sum(), run_config=config)
-        if case.mode != "none":
-            pipe.step(lambda: time.sleep(STEP_MS / 1e3), is_async=case.mode == "async")
+        if case.mode == "layerwise":
+            pipe.step(optimizer)
+        elif case.mode != "none":
+            pipe.step(step_fn, is_async=case.mode == "async")
 
     for _ in range(2):  # layers are watched for random numbers when they first run
         iterate()
@@ -190,6 +204,23 @@ def train(pipe: RoundPipe, plan: ModelExecutePlan, case: Case) -> Profile:
         for _ in range(ITERATIONS):
             iterate()
     return profile
+
+
+def napping_optimizer(pipe: RoundPipe, nap_ms: float) -> torch.optim.Optimizer:
+    """An optimizer that also sleeps for each parameter that it updates.
+
+    Its type is torch's: of those it is known that they treat each parameter by itself.
+    """
+    optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.0)
+    update = optimizer.step
+
+    def step() -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        time.sleep(nap_ms / 1e3 * sum(param.grad is not None for param in params))
+        update()
+
+    setattr(optimizer, "step", step)  # noqa: B010 - what torch's schedulers do to it, too
+    return optimizer
 
 
 def order(timeline: Timeline) -> list[list[tuple[int, int, int]]]:

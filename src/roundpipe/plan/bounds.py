@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import gcd
 
 from roundpipe.plan.iterations import Schedule
@@ -39,33 +38,47 @@ def least_iteration_ms(workload: Workload, limits: PlanLimits) -> float:
         return 0.0
     speeds = [device.speed for device in workload.machine.devices]
     work = least_work_ms(workload, limits) / sum(speeds)
-    chain = _chain_ms(workload, 0) / max(speeds)
+    chain = sum(_chain_ms(workload)) / max(speeds)
     step = 0.0 if workload.run_type == "infer" else workload.optimizer_ms
     if workload.mode == "sync":
         return max(work, chain) + step
     if workload.rules.overlap_calls:
         return max(work, step)
     if workload.mode == "layerwise" and workload.run_type != "infer":
-        return _least_layerwise_ms(workload, work, max(speeds))
+        return _least_layerwise_ms(workload, limits, speeds)
     return max(work, chain, step)
 
 
-def _chain_ms(workload: Workload, start: int) -> float:
-    """From the begin of a microbatch's forward through a layer to the end of its backward."""
+def _chain_ms(workload: Workload) -> tuple[float, float]:
+    """A microbatch's way through all layers: forward, as far as it is in turn, and backward."""
     layers = workload.costs.layers
-    # The published simulation's fused stage goes forward before its input is there.
-    is_broken = workload.run_type == "fused" and workload.rules.early_fused_forward
-    chain = 0.0 if is_broken else sum(layer.forward_ms for layer in layers[start:])
-    if workload.run_type != "infer":
-        chain += sum(layer.backward_ms for layer in layers)
-    return chain
+    forward = sum(layer.forward_ms for layer in layers)
+    if workload.run_type == "infer":
+        return forward, 0.0
+    if workload.run_type == "fused" and workload.rules.early_fused_forward:
+        forward = 0.0  # the fused stage, whose layers are not known, does not wait for its turn
+    return forward, sum(layer.backward_ms for layer in layers)
 
 
-def _least_layerwise_ms(workload: Workload, work_ms: float, speed: float) -> float:
-    """Where layers are updated upwards between calls: no layer runs before its own update."""
-    updated = list(accumulate(layer.optimizer_ms for layer in workload.costs.layers))
-    chains = (end + _chain_ms(workload, layer) / speed for layer, end in enumerate(updated))
-    return max(updated[0] + work_ms, *chains)
+def _least_layerwise_ms(workload: Workload, limits: PlanLimits, speeds: Sequence[float]) -> float:
+    """Where layers are updated upwards between calls: no layer runs before its own update.
+
+    Behind the update of a layer lie its own forward, that of those above it, and all backward.
+    """
+    layers, count = workload.costs.layers, workload.microbatches
+    work = least_work_ms(workload, limits)
+    forward, backward = _chain_ms(workload)
+    again = work - count * (sum(layer.forward_ms for layer in layers) + backward)
+    if workload.rules.early_recompute:
+        again = 0.0  # some may be in front of the update of the last layer
+    best = updated = 0.0
+    for layer in layers:
+        updated += layer.optimizer_ms
+        chain = forward + backward
+        best = max(best, updated + max(work / sum(speeds), chain / max(speeds)))
+        forward = max(forward - layer.forward_ms, 0.0)
+        work = count * (forward + backward) + again
+    return best
 
 
 def device_loads(

@@ -12,7 +12,7 @@ from roundpipe.plan.memory import MemoryNeed
 from roundpipe.plan.planner import Planned, memory_of
 from roundpipe.plan.simulate import schedule_of, simulate
 from roundpipe.plan.timeline import Timeline
-from roundpipe.plan.workload import HEAVY_FACTOR, Workload
+from roundpipe.plan.workload import HEAVY_FACTOR, MODES, Workload
 
 _MANY = 6
 _WORTH_SAYING_PERCENT = 0.3
@@ -25,6 +25,17 @@ _CAUSE_TEXTS = {
     "drain": "waiting at the end of an iteration for the last stages",
     "upload": "waiting for weights",
     "step": "waiting for the optimizer step",
+}
+
+_MODE_TEXTS = {
+    "layerwise": (
+        "layers were updated one by one beside the next iteration",
+        "model.step(optimizer); the numbers are those of synchronous steps",
+    ),
+    "async": (
+        "steps were asynchronous",
+        "model.step(step_fn); calls compute with parameters that are one step older",
+    ),
 }
 
 
@@ -134,9 +145,12 @@ def _what_ifs(planned: Planned) -> Iterator[WhatIf]:
         free = tuple(replace(layer, optimizer_ms=0.0) for layer in costs.layers)
         yield what_if(
             "the optimizer step took no time",
-            "asynchronous steps, an optimizer of roundpipe.optim, or more CPU cores",
+            "an optimizer of roundpipe.optim, or more CPU cores",
             replace(workload, costs=replace(costs, layers=free)),
         )
+    if workload.run_type != "infer":
+        for mode in MODES[MODES.index(workload.mode) + 1 :]:
+            yield what_if(*_MODE_TEXTS[mode], replace(workload, mode=mode))
     heaviest, factor = _heaviest(costs)
     if factor > 1:
         yield what_if(
@@ -144,11 +158,10 @@ def _what_ifs(planned: Planned) -> Iterator[WhatIf]:
             f"cut layer {heaviest} into smaller layers, make it cheaper, or allow it more replicas",
             replace(workload, costs=_with_half(costs, heaviest), costs_by_kind={}),
         )
-    if workload.mode == "sync":
+    if workload.mode == "sync" or not workload.rules.overlap_calls:
         yield what_if(
             "an iteration had twice as many microbatches",
-            "a larger batch, or smaller microbatches; asynchronous steps end the waiting at both "
-            "ends of an iteration altogether",
+            "a larger batch, or smaller microbatches",
             replace(workload, microbatches=2 * workload.microbatches),
             share=0.5,
         )

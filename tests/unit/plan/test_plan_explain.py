@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from roundpipe.plan import (
+    ENGINE_RULES,
     BubbleAccount,
     DeviceSpec,
     LayerCost,
@@ -21,6 +22,7 @@ from roundpipe.plan import (
     simulate,
 )
 from roundpipe.plan.explain import account_of_plan
+from roundpipe.plan.iterations import pace_of
 from roundpipe.plan.published import published_model
 from roundpipe.plan.report import (
     account_document,
@@ -29,6 +31,7 @@ from roundpipe.plan.report import (
     simulation_document,
     simulation_text,
 )
+from roundpipe.plan.simulate import schedule_of
 
 BODY = LayerCosts.uniform(6, 1.0, 2.0, name="small")
 
@@ -83,6 +86,40 @@ def test_the_optimizer_is_blamed_where_it_is_the_limit() -> None:
     planned = plan_iteration(Workload(LayerCosts(layers), Machine.uniform(2, 0.1), 4))
 
     assert explain(planned).what_ifs[0].change == "the optimizer step took no time"
+
+
+@pytest.mark.parametrize(
+    ("mode", "others"), [("sync", ["async", "layerwise"]), ("layerwise", ["async"]), ("async", [])]
+)
+def test_it_is_told_what_other_ways_to_step_would_gain(mode: str, others: list[str]) -> None:
+    """Steps that take as long as half of the calls; asynchronous ones hide altogether."""
+    layers = tuple(replace(layer, optimizer_ms=2.0) for layer in BODY.layers)
+    workload = Workload(LayerCosts(layers), Machine.uniform(2, 0.1), 4, rules=ENGINE_RULES)
+    planned = plan_iteration(replace(workload, mode=mode))
+    schedule = schedule_of(workload, planned.plan, planned.microbatches_per_round)
+
+    found = {item.change: item.iteration_ms for item in explain(planned).what_ifs}
+
+    ways = {
+        "async": "steps were asynchronous",
+        "layerwise": "layers were updated one by one beside the next iteration",
+    }
+    assert [way for way in ways if ways[way] in found] == others
+    for way in others:
+        pace = pace_of(replace(workload, mode=way), [schedule])
+        assert found[ways[way]] == pace.iteration_ms
+
+
+def test_more_microbatches_are_advised_where_devices_wait_at_the_ends_of_an_iteration() -> None:
+    """Where calls overlap and the step, too, nobody waits there."""
+    said = "if an iteration had twice as many microbatches"
+    overlapping = Workload(BODY, Machine.uniform(3), 4, mode="async")
+    in_turn = replace(overlapping, rules=ENGINE_RULES)
+    narrow = PlanLimits(max_replicas=1)
+
+    for waiting in (replace(overlapping, mode="sync"), in_turn, replace(in_turn, mode="layerwise")):
+        assert said in str(explain(plan_iteration(waiting, narrow)))
+    assert said not in str(explain(plan_iteration(overlapping, narrow)))
 
 
 def test_long_hops_are_blamed_where_they_are_the_limit() -> None:

@@ -88,7 +88,8 @@ def test_layer_by_layer_is_between_the_bound_and_synchronous_steps(
 
     slack_ms = 1e-9 * sync.makespan_ms
     assert all(a <= b + slack_ms for a, b in zip(found.ends_ms, sync.ends_ms, strict=True))
-    bound_ms = least_iteration_ms(layerwise, PlanLimits())
+    limits = PlanLimits(fused_layers=len(plan.bwd_plan[0]) if plan.bwd_plan else None)
+    bound_ms = least_iteration_ms(layerwise, limits)
     times_ms = [b - a for a, b in pairwise(found.ends_ms)]
     assert all(time_ms >= bound_ms - slack_ms for time_ms in times_ms)
     if machine.is_uniform:  # then all are alike, and two tell the pace
@@ -122,6 +123,8 @@ def test_layers_are_updated_upwards_unless_the_engine_knows_of_the_step_beforeha
     head_ms = 26.0 if overlap_calls else 28.0
     assert [span.begin_ms for span in again[:3]] == [24.0, 25.0, head_ms]
     assert simulation.ends_ms == (19.0, head_ms + 17.0)
+    bound_ms = least_iteration_ms(workload, PlanLimits(fused_layers=1))
+    assert bound_ms == (19.0 if overlap_calls else 26.0)  # of 24 and of 26 ms
 
 
 @pytest.mark.parametrize("name", published_names())
