@@ -91,7 +91,7 @@ class ModelCosts:
         """What planner and simulator start from.
 
         Args:
-            mode: ``"sync"`` or ``"async"`` steps.
+            mode: ``"sync"``, ``"layerwise"`` or ``"async"`` steps.
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.
             microbatches: of an iteration; as many as of a call unless given.
         """
