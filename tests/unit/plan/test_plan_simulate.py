@@ -127,6 +127,26 @@ def test_layers_are_updated_upwards_unless_the_engine_knows_of_the_step_beforeha
     assert bound_ms == (19.0 if overlap_calls else 26.0)  # of 24 and of 26 ms
 
 
+def test_the_layers_of_all_models_are_updated_after_the_calls_of_the_last() -> None:
+    """Two models of a layer each on one device: 3 ms each, then updates of 2 and 5 ms."""
+    machine = Machine.uniform(1)
+    first, second = (
+        Workload(
+            LayerCosts((LayerCost(1.0, 2.0, optimizer_ms=update_ms),)),
+            machine, 1, mode="layerwise", rules=ENGINE_RULES,
+        )
+        for update_ms in (2.0, 5.0)
+    )  # fmt: skip
+    plan = StagePlan([], [range(1)])
+
+    simulation = simulate([first, second], [plan, plan], iterations=2)
+
+    spans = simulation.timeline.of(HOST, "step")[:2]
+    assert [(span.begin_ms, span.end_ms) for span in spans] == [(6.0, 8.0), (8.0, 13.0)]
+    begins = [span.begin_ms for span in simulation.timeline.of(0, *COMPUTE)]
+    assert begins == [0.0, 3.0, 8.0, 13.0]
+
+
 @pytest.mark.parametrize("name", published_names())
 def test_reproduces_the_published_makespans(name: str) -> None:
     """To the digit, if the head's forward may start early, as it must have done there."""
