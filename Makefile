@@ -24,6 +24,8 @@ train: $(STAMP)
 # With ARGS, what they select; without, also the suites on the fake accelerator.
 test test-slow: export OMP_NUM_THREADS := 1
 test test-slow: export OMP_WAIT_POLICY := PASSIVE
+# Many processes import the same files: compiling them once is enough, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite)

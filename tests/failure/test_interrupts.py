@@ -291,7 +291,7 @@ PROGRAM = """
 
     def slow_step():
         print("running", flush=True)
-        time.sleep(1.0)
+        time.sleep(0.5)
 
     config = RoundPipeRunConfig(num_microbatch=50)
     model = nn.Sequential(Slow(1, 1), Slow(1, 1))

@@ -18,9 +18,9 @@ from roundpipe.devices import CheckedPool, CpuChecks, DevicePool, open_cpu_pool
 
 from .backends import Accelerator, with_accelerator
 
-ROWS = 10
-NUM_MICROBATCH = 5
-MICROBATCHES = (0, 2, 4)
+ROWS = 6
+NUM_MICROBATCH = 3
+MICROBATCHES = range(NUM_MICROBATCH)
 """The first, a middle and the last one."""
 
 PLAN = ModelExecutePlan(

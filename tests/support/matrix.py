@@ -18,12 +18,14 @@ def opened(kind: str, count: int) -> DevicePool:
     return Accelerator().open(count) if kind == "accelerator" else open_cpu_pool(count)
 
 
-def plain_on(pool: DevicePool, subject: Subject, num_microbatch: int, is_async: bool) -> Record:
+def plain_on(
+    pool: DevicePool, subject: Subject, num_microbatch: int, is_async: bool, steps: int = STEPS
+) -> Record:
     """The plain loop on the first of the devices."""
     device = pool.devices[0]
     if isinstance(device, CpuDevice):
-        return train_plain(subject, num_microbatch, is_async, STEPS, device.intraop_threads)
-    return train_plain(subject, num_microbatch, is_async, STEPS, device=device.torch_device)
+        return train_plain(subject, num_microbatch, is_async, steps, device.intraop_threads)
+    return train_plain(subject, num_microbatch, is_async, steps, device=device.torch_device)
 
 
 def is_bitwise(pool: DevicePool) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -151,6 +153,12 @@ def _build_dropout() -> nn.Sequential:
 
 
 def _build_llama() -> nn.Sequential:
+    return copy.deepcopy(_cut_llama())
+
+
+@functools.cache
+def _cut_llama() -> nn.Sequential:
+    """Cutting takes longer than a training run of most rows."""
     torch.manual_seed(6)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,

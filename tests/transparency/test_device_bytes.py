@@ -56,8 +56,8 @@ def train(pool: CheckedPool, depth: int, grain: str) -> list[MemoryReport]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_four_times_the_layers_need_no_more_device_memory(count: int, grain: str) -> None:
     with open_cpu_pool(count, CpuChecks()) as pool:
-        shallow = train(pool, 12, grain)
-        deep = train(pool, 48, grain)
+        shallow = train(pool, 8, grain)
+        deep = train(pool, 32, grain)
         assert pool.reports() == []
     for before, after in zip(shallow, deep, strict=True):
         assert before.peak_bytes > LAYER_BYTES
@@ -67,7 +67,7 @@ def test_four_times_the_layers_need_no_more_device_memory(count: int, grain: str
 @pytest.mark.parametrize("count", [1, 2])
 def test_at_most_two_stages_weights_are_on_a_device(count: int) -> None:
     with open_cpu_pool(count, CpuChecks()) as pool:
-        reports = train(pool, 12, "stage")
+        reports = train(pool, 8, "stage")
     for report in reports:
         assert report.peak_by_category[Category.WEIGHTS] == 2 * LAYER_BYTES
         assert report.by_category[Category.WEIGHTS] == 0

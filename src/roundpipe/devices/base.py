@@ -28,6 +28,8 @@ class Stream(enum.Enum):
     INWARD = "inward"
     OUTWARD = "outward"
 
+    __hash__ = object.__hash__  # members are equal only to themselves; Enum hashes their names
+
 
 class Category(enum.Enum):
     """What a tensor on a device is, for the byte ledger."""
@@ -36,6 +38,8 @@ class Category(enum.Enum):
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     TEMPORARIES = "temporaries"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)

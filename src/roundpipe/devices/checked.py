@@ -166,19 +166,22 @@ class CheckedCpuDevice(CpuDevice):
         self._count(tensor, Buffer(tensor, self._compute, category), "account")
 
     def _count_temporary(self, tensor: torch.Tensor, operator: str) -> None:
-        with self._tracker.locked():
-            if self._tracker.find(tensor) is not None:
-                return
         if tensor.untyped_storage().nbytes() > 0:
-            self._count(tensor, Buffer(tensor, self._compute, Category.TEMPORARIES), operator)
+            buffer = Buffer(tensor, self._compute, Category.TEMPORARIES)
+            self._count(tensor, buffer, operator, only_if_unknown=True)
 
-    def _count(self, tensor: torch.Tensor, buffer: Buffer, what: str) -> None:
+    def _count(
+        self, tensor: torch.Tensor, buffer: Buffer, what: str, *, only_if_unknown: bool = False
+    ) -> None:
         with self._tracker.locked():
-            fits = self._ledger.fits(buffer.nbytes)
-        if not fits and not self._is_closed:
-            # As allocators of accelerators do before they give up: memory that waits for copies
-            # which still use it comes back once they are through.
-            self._drain()
+            if only_if_unknown and self._tracker.find(tensor) is not None:
+                return
+            if self._ledger.fits(buffer.nbytes) or self._is_closed:
+                self._tracker.add(tensor, buffer, what)
+                return
+        # As allocators of accelerators do before they give up: memory that waits for copies which
+        # still use it comes back once they are through.
+        self._drain()
         with self._tracker.locked():
             self._tracker.add(tensor, buffer, what)
 

@@ -51,7 +51,8 @@ def new_tensor(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     storage = from_dlpack(memory).untyped_storage()
     tensor = torch.empty(0, dtype=like.dtype)
     tensor.set_(storage, offset, layout.shape, layout.stride())
-    poison(tensor)
+    if like.dtype is torch.bool:
+        poison(tensor)  # whose bytes are 0 or 1; the poison of others is that of their bytes
     return tensor, memory
 
 

@@ -7,11 +7,10 @@ a weak reference to it tells the moment at which the memory would go back to an 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,16 +106,24 @@ class Tracker:
         self._lock_holder: int | None = None
         self.is_closed = False
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the pool's bookkeeping. Nothing may wait for a stream in here."""
-        with self._lock:
-            self._lock_holder = threading.get_ident()
+    def locked(self) -> Tracker:
+        """A scope that holds the pool's bookkeeping. Nothing may wait for a stream in it."""
+        return self
+
+    # Not a generator, which would take longer than what is done in the scope.
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._lock_holder = threading.get_ident()
+        if self._dropped:
             try:
                 self._forget_dropped()
-                yield
-            finally:
-                self._lock_holder = None
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *_raised: object) -> None:
+        self._lock_holder = None
+        self._lock.release()
 
     def reports(self) -> list[str]:
         """Each misuse seen so far, once."""
@@ -244,8 +251,9 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of the tensor within its storage, and the one after its last."""
     itemsize = tensor.element_size()
     begin = int(tensor.storage_offset()) * itemsize
-    if tensor.numel() == 0:
-        return begin, begin
+    numel = tensor.numel()
+    if numel == 0 or tensor.is_contiguous():
+        return begin, begin + numel * itemsize
     reach = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

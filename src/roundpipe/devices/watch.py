@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
-from roundpipe.compat import operator_traits, watch_operators
+from roundpipe.compat import OperatorTraits, operator_traits, watch_operators
 
 from .clocks import Operation, StreamKey
 from .tracking import Tracker
+
+
+class _Own(threading.local):
+    """A thread's own switch."""
+
+    is_off = False
 
 
 class ComputeWatch:
@@ -30,28 +36,30 @@ class ComputeWatch:
         self._compute = compute
         self._tracker = tracker
         self._count = count
-        self._own = threading.local()
+        self._own = _Own()
+        self._traits: dict[Any, tuple[OperatorTraits, str]] = {}  # and the operator's name
         self.scope = watch_operators(self._run)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Let the calling thread run operators of our own, unseen, and outside autograd."""
-        before = getattr(self._own, "is_off", False)
-        self._own.is_off = True
+        own = self._own
+        before, own.is_off = own.is_off, True
         try:
             # Tensors made in inference mode could not be copied into by other threads.
             with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            self._own.is_off = before
+            own.is_off = before
 
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(self._own, "is_off", False):
+        if self._own.is_off:
             return operator(*args, **kwargs)
-        traits = operator_traits(operator)
+        if operator not in self._traits:
+            self._traits[operator] = operator_traits(operator), str(operator)
+        traits, name = self._traits[operator]
         if traits.is_view:
             return operator(*args, **kwargs)
-        name = str(operator)
         given: set[int] = set()
         # Without tensors to work on, an operator makes new ones, on the device.
         is_on_device, is_on_host = False, False

@@ -25,7 +25,7 @@ _DROPOUT = (
     "::test_dropout_is_the_same_for_every_number_of_accelerators"
 )
 _EQUALITY = ("tests/transparency",)
-_BEHAVIOUR = ("tests/devices", "tests/failure", "tests/ordering")
+_BEHAVIOUR = ("tests/devices", "tests/ordering")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Run:
 # The longest first: two run at a time.
 RUNS = (
     Run("equality on 1, 2 and 4 devices", ("-k", "accelerator", *_EQUALITY), 4),
-    Run("contract, waits, faults and order", ("-k", "accelerator", *_BEHAVIOUR), 4),
+    Run("faults", ("-k", "accelerator", "tests/failure"), 4),
+    Run("contract, waits and order", ("-k", "accelerator", *_BEHAVIOUR), 4),
     Run("the fake accelerator itself", ("tests/fakeacc",)),
     Run(
         "devices that share one accelerator",

@@ -217,21 +217,21 @@ def calls(draw: Any) -> tuple[Any, ...]:
     )
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a: Any, b: Any, *, strides: bool = True) -> None:
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        assert a.stride() == b.stride()
+        assert a.stride() == b.stride() or not strides
         assert torch.equal(a, b)
     elif isinstance(a, dict):
         assert list(a) == list(b)
         for key in a:
-            assert_same(a[key], b[key])
+            assert_same(a[key], b[key], strides=strides)
     elif isinstance(a, tuple | list):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
+            assert_same(x, y, strides=strides)
     else:
         assert a == b
 
@@ -253,7 +253,9 @@ def test_merging_agrees_with_torch(call: tuple[Any, ...]) -> None:
     spec = tuple(s for s in call[3] if isinstance(s, TensorChunkSpec))
     values = [(*piece, m, {"n": 1}) for m, piece in enumerate(cut)]
     full = (*spec, CustomReducer(0, lambda a, b: a + b), {"n": Replicate()})
-    assert_same(merge_chunks(values, full), theirs.merge_chunks(values, full))
+    # What is one piece stays as it is; torch copies it.
+    strides = call[2] > 1
+    assert_same(merge_chunks(values, full), theirs.merge_chunks(values, full), strides=strides)
 
 
 @settings(deadline=None, max_examples=30)
