@@ -5,6 +5,7 @@ STAMP := .venv/.installed
 JOBS ?= auto
 RECIPE ?= recipes/smollm2-python.yaml
 SOURCES := src tests benchmarks
+SUITE := PYTHONPATH=tests $(BIN)/python -m support.suite
 
 .PHONY: train test teeth test-slow check format bench gpu-check clean
 
@@ -21,14 +22,13 @@ train: $(STAMP)
 	$(BIN)/roundpipe finetune $(RECIPE) $(ARGS)
 
 # One process for each core, one thread in each: the engine's tests bring threads of their own.
-# With ARGS, what they select; without, also the suites on the fake accelerator.
+# With ARGS, what they select; without, everything, also on the fake accelerator.
 test test-slow: export OMP_NUM_THREADS := 1
 test test-slow: export OMP_WAIT_POLICY := PASSIVE
 # Many processes import the same files: compiling them once is enough, whatever the environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
-	$(if $(ARGS),,PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite)
+	$(if $(ARGS),$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS),$(SUITE))
 
 # Each wait of the accelerator back end, and what the checker says without it.
 teeth: $(STAMP)
@@ -53,8 +53,7 @@ bench: $(STAMP)
 	$(if $(ONLY),,$(MAKE) test-slow)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m slow
-	PYTHONPATH=tests $(BIN)/python -m support.fakeacc.suite --slow
+	$(SUITE) --slow
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py

@@ -22,7 +22,7 @@ from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.devices import open_pool
 
 ROOT = Path(__file__).resolve().parent.parent
-# The files that `python -m support.fakeacc.suite` runs on the fake accelerator: contract of the
+# The files that `python -m support.suite` runs on the fake accelerator: contract of the
 # devices, equality with a plain loop, faults, versions.
 SUITES = ("tests/devices", "tests/transparency", "tests/ordering", "tests/failure")
 TEST_LIMIT_S = 330

@@ -87,14 +87,6 @@ def by_layer(pipe: RoundPipe, optimizer: torch.optim.Optimizer, look: Callable[[
 def measure(pool: Any, submit: Submit, make: Any, dtype: torch.dtype) -> list[int]:
     """Bytes at every moment of two iterations at which nothing is computed."""
     gc.collect()
-    gc.freeze()  # the collector lists what is made from here on only: all would take a second
-    try:
-        return _measured(pool, submit, make, dtype)
-    finally:
-        gc.unfreeze()
-
-
-def _measured(pool: Any, submit: Submit, make: Any, dtype: torch.dtype) -> list[int]:
     model, seen = build(dtype), list[int]()
     with RoundPipe(model, torch.float32, devices=pool, model_run_config=CONFIG) as pipe:
         optimizer = make(pipe.optim_parameters())
