@@ -9,15 +9,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .calls import BufferHistory, Call, Chain, StageTask
-from .devices.base import Device
+from .calls import BufferHistory, Call, Chain
 from .errors import StateError
-from .habits import LayerHabits, contents, same_bits, written_since
+from .habits import contents, same_bits, written_since
 from .plan import ModelExecutePlan
 from .records import LayerRecord
 from .replicas import BufferName, LayerOnDevice
-from .stage_state import version_of
-from .stage_weights import StageWeights
+from .stage_state import StageRun, version_of
 from .transfer import Value
 
 BufferSignature = dict[BufferName, tuple[torch.Tensor, int]]
@@ -27,29 +25,17 @@ class BufferWatch:
     """The buffers of one stage task's layers. Used by the device's worker only.
 
     Args:
-        call: keeps the histories.
-        task: the task.
-        device: its device.
-        weights: its layers.
+        run: the stage; its call keeps the histories.
         fetch: gives a value's copy on the device.
-        habits: what is known about the layers.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        task: StageTask,
-        device: Device,
-        weights: StageWeights,
-        fetch: Callable[[Value], torch.Tensor],
-        habits: LayerHabits,
-    ) -> None:
-        self._call = call
-        self._task = task
-        self._device = device
-        self._weights = weights
+    def __init__(self, run: StageRun, fetch: Callable[[Value], torch.Tensor]) -> None:
+        self._call = run.call
+        self._task = run.task
+        self._device = run.device
+        self._weights = run.weights
+        self._habits = run.habits
         self._fetch = fetch
-        self._habits = habits
         self._signatures: dict[int, BufferSignature] = {}
 
     @contextlib.contextmanager

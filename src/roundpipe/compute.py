@@ -12,21 +12,17 @@ plain loop, and the recomputed numbers are the first forward's, bitwise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .buffer_watch import BufferWatch
-from .calls import Call, Chain, Phase, StageTask
-from .costs import RunNotes
-from .devices.base import Device
+from .calls import Chain, Phase
 from .errors import InvalidTypeError, InvalidValueError, StateError
-from .habits import LayerHabits
 from .layer_run import LayerRunner
 from .microbatch.tree import flatten, unflatten
-from .random_state import LayerRandomness
-from .stage_state import Place, State, StateGate
+from .stage_state import StageRun, State, StateGate
 from .stage_weights import StageWeights
 from .transfer import Border, Value
 
@@ -34,39 +30,14 @@ from .transfer import Border, Value
 class StageCompute:
     """Runs the microbatches of one stage task. Used by the device's worker only."""
 
-    def __init__(
-        self,
-        call: Call,
-        task: StageTask,
-        device: Device,
-        weights: StageWeights,
-        randomness: LayerRandomness,
-        place: Place,
-        keep: Callable[[Value], None],
-        check: Callable[[], None],
-        notes: RunNotes,
-        habits: LayerHabits,
-    ) -> None:
-        self._call = call
-        self._task = task
-        self._device = device
-        self._place = place
-        self._notes = notes
-        gate = self._gate = StateGate(task, device, weights, place, keep)
-        buffers = BufferWatch(call, task, device, weights, gate.fetch, habits)
-        self._layers = LayerRunner(
-            call,
-            task,
-            device,
-            weights,
-            randomness,
-            place,
-            check,
-            notes,
-            gate,
-            buffers,
-            habits,
-        )
+    def __init__(self, run: StageRun) -> None:
+        self._call = run.call
+        self._task = run.task
+        self._device = run.device
+        self._place = run.place
+        self._notes = run.notes
+        gate = self._gate = StateGate(run)
+        self._layers = LayerRunner(run, gate, BufferWatch(run, gate.fetch))
 
     def run(self, chain: Chain) -> None:
         """Everything the task does with one microbatch."""

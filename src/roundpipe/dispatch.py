@@ -28,7 +28,7 @@ from .habits import LayerHabits
 from .parameters import ParameterStore
 from .plan import ModelExecutePlan
 from .random_state import LayerRandomness
-from .stage_state import Place
+from .stage_state import Place, StageRun
 from .stage_weights import StageWeights
 from .trace import EventLog, clock_ns
 from .transfer import Value
@@ -314,10 +314,11 @@ class _DeviceRun:
         self._at_upload()
         weights.arrive()
         compute = StageCompute(
-            call, task, self._device, weights, run.engine.randomness, self._place,
-            keep=lambda value: run.keep(value, self._device), check=run.scope.check,
-            notes=self._notes,
-            habits=run.engine.habits,
+            StageRun(
+                call, task, self._device, weights, self._place, self._notes,
+                run.engine.randomness, run.engine.habits,
+                keep=lambda value: run.keep(value, self._device), check=run.scope.check,
+            )
         )  # fmt: skip
         self._notes.stage(task.phase.value, task.position, task.layers)
         who = f"{self._device.name}, stage {task.label}"

@@ -11,46 +11,30 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .buffer_watch import BufferWatch
-from .calls import Call, Chain, Phase, StageTask
-from .costs import RunNotes
-from .devices.base import Device
-from .habits import LayerHabits, attributes, rebound_since
+from .calls import Chain, Phase
+from .habits import attributes, rebound_since
 from .microbatch.tree import flatten
-from .random_state import BACKWARD, LayerKey, LayerRandomness, layer_seed
+from .random_state import BACKWARD, LayerKey, layer_seed
 from .recompute import LayerPass, enter_replay, running
-from .stage_state import Place, State, StateGate
-from .stage_weights import StageWeights
+from .stage_state import StageRun, State, StateGate
 from .trace import logger
 
 
 class LayerRunner:
     """Runs the layers of one stage task. Used by the device's worker only."""
 
-    def __init__(
-        self,
-        call: Call,
-        task: StageTask,
-        device: Device,
-        weights: StageWeights,
-        randomness: LayerRandomness,
-        place: Place,
-        check: Callable[[], None],
-        notes: RunNotes,
-        gate: StateGate,
-        buffers: BufferWatch,
-        habits: LayerHabits,
-    ) -> None:
-        self._call = call
-        self._task = task
-        self._device = device
-        self._weights = weights
-        self._randomness = randomness
-        self._place = place
-        self._check = check  # raises if the run is over: between layers is where it can end
-        self._notes = notes
+    def __init__(self, run: StageRun, gate: StateGate, buffers: BufferWatch) -> None:
+        self._call = run.call
+        self._task = run.task
+        self._device = run.device
+        self._weights = run.weights
+        self._randomness = run.randomness
+        self._place = run.place
+        self._check = run.check
+        self._notes = run.notes
+        self._habits = run.habits
         self._gate = gate
         self._buffers = buffers
-        self._habits = habits
         self._in_backward = self._seeds_backward = False
         self._marks: list[RemovableHandle] = []
 

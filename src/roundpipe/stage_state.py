@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
-from .calls import Chain, StageTask
+from .calls import Call, Chain, StageTask
 from .compat import storage_addresses
+from .costs import RunNotes
 from .devices.base import Category, Device
+from .habits import LayerHabits
 from .microbatch.tree import flatten, unflatten
+from .random_state import LayerRandomness
 from .stage_weights import StageWeights
 from .transfer import Border, Origin, Value
 
@@ -55,6 +58,35 @@ class Place:
     layer: int | None = None
     microbatch: int | None = None
     origin: Origin | None = None  # of a value that failed on its way home
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage task on its device, as everything that takes part in running it sees it.
+
+    Attributes:
+        call: the call.
+        task: the task.
+        device: its device.
+        weights: its layers, on the device.
+        place: where the worker is, for the note on a failure.
+        notes: what is measured on the way.
+        randomness: which layers draw random numbers.
+        habits: what watching the layers has taught.
+        keep: told of every value of which a copy stays on the device.
+        check: raises if the run is over: between layers is where it can end.
+    """
+
+    call: Call
+    task: StageTask
+    device: Device
+    weights: StageWeights
+    place: Place
+    notes: RunNotes
+    randomness: LayerRandomness
+    habits: LayerHabits
+    keep: Callable[[Value], None]
+    check: Callable[[], None]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -111,29 +143,14 @@ class State:
 
 
 class StateGate:
-    """Lets microbatches' states into one stage task and out of it. Used by the worker only.
+    """Lets microbatches' states into one stage task and out of it. Used by the worker only."""
 
-    Args:
-        task: the task.
-        device: its device.
-        weights: its weights, which outputs must not share memory with.
-        place: where the worker is, for the note on a failure.
-        keep: told of every value of which a copy stays on the device.
-    """
-
-    def __init__(
-        self,
-        task: StageTask,
-        device: Device,
-        weights: StageWeights,
-        place: Place,
-        keep: Callable[[Value], None],
-    ) -> None:
-        self._task = task
-        self._device = device
-        self._weights = weights
-        self._place = place
-        self._keep = keep
+    def __init__(self, run: StageRun) -> None:
+        self._task = run.task
+        self._device = run.device
+        self._weights = run.weights  # which outputs must not share memory with
+        self._place = run.place
+        self._keep = run.keep
 
     def fetch(self, value: Value, read_only: bool = False) -> torch.Tensor:
         """The value on the device; a failure is that of its upload, or of its way home before."""
