@@ -49,7 +49,7 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-BENCHMARKS := engine soak microbatch optimizer steps accumulation plan plan_real log_cost wrap head replay \
+BENCHMARKS := engine soak microbatch optimizer steps convergence accumulation plan plan_real log_cost wrap head replay \
 	models fuzz
 
 # Hours on two cores: `make bench ONLY=engine` runs one of them, `make test-slow` the long tests.
