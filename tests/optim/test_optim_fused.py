@@ -246,7 +246,12 @@ def test_a_closure_and_bindings_exclude_each_other() -> None:
 
 
 def test_other_layouts_are_bound_by_index(backend: str) -> None:
-    """Gradient and published tensor may lie in another order than the parameter."""
+    """Gradient and published tensor may lie in another order than the parameter.
+
+    The kernels do that, too: torch's plain step, which once did it, differs from them in the last
+    bit of one element in some 2000.
+    """
+    torch.manual_seed(18)  # numbers that tell the two apart
     param = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
     expected = param.detach().contiguous().requires_grad_()
     grad = torch.randn(2, 3, 4, 5).bfloat16()

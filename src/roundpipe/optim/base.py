@@ -13,7 +13,7 @@ from roundpipe.binding import Binding
 from roundpipe.compat import allow_any_grad_dtype
 from roundpipe.errors import InvalidValueError
 from roundpipe.optim.fallback import torch_step, torch_step_rounded
-from roundpipe.optim.layout import like
+from roundpipe.optim.layout import like, same_layout
 from roundpipe.optim.moments import rounding_seed
 from roundpipe.optim.native import Algorithm, Kernels, Task, load_kernels
 from roundpipe.optim.updates import Group, State, Update, kernels_take, split, updates_of
@@ -202,14 +202,19 @@ class KernelOptimizer(torch.optim.Optimizer):
     def _kernel_step(self, kernels: Kernels, updates: list[Update], grad_scale: float) -> None:
         planned: list[tuple[State, Plan]] = []
         tasks: list[Task] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for update in updates:
             state, plan = self._planned(update)
             planned.append((state, plan))
+            published = update.published
+            if published is not None and not same_layout(published, update.param):
+                copies.append((published, update.param.detach()))
+                published = None
             tasks.append(
                 Task(
                     param=update.param,
                     grad=like(update.param, update.grad, update.grad.dtype),
-                    published=update.published,
+                    published=published,
                     states=tuple(plan.moments.values()),
                     scalars=plan.scalars,
                     variant=plan.variant,
@@ -219,6 +224,8 @@ class KernelOptimizer(torch.optim.Optimizer):
                 )
             )
         kernels.step(self.algorithm, tasks)
+        for published, param in copies:
+            published.copy_(param)  # rounds as the kernels do
         for state, plan in planned:
             state.update(plan.moments)
             for name, value in plan.after.items():

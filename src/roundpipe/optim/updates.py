@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roundpipe.binding import Binding
 from roundpipe.errors import InvalidTypeError, InvalidValueError
-from roundpipe.optim.layout import is_dense, same_layout
+from roundpipe.optim.layout import is_dense
 from roundpipe.optim.native import DTYPE_CODES
 
 Group = dict[str, Any]
@@ -110,7 +110,6 @@ def kernels_take(update: Update) -> bool:
         and is_dense(param)
         and not group.get("capturable", False)
         and not group.get("differentiable", False)
-        and (update.published is None or same_layout(update.published, param))
     )
 
 
