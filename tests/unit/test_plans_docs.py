@@ -48,6 +48,7 @@ def test_the_costs_file_on_the_page_is_planned(
     assert "my model: 2 layers, 8 devices, 16 microbatches, async" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--wide"]])
 def test_the_worked_example_runs(arguments: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
