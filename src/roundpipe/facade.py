@@ -137,9 +137,16 @@ class WrappedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's state under its own key names; call :meth:`synchronize` before."""
+        """The original model's state under its own key names; call :meth:`synchronize` before.
+
+        After a step layer by layer it synchronizes by itself: calls compute with that step's
+        result anyway, and layers of two versions would be nothing to save.
+        """
         store = self._store
-        if store.synchronized_version != store.submitted_version:
+        is_unpublished = store.synchronized_version != store.submitted_version
+        if is_unpublished and store.entitled_version == store.submitted_version:
+            self.synchronize()
+        elif is_unpublished:
             warnings.warn(
                 f"state_dict() of {self.name} while a step is not published yet: the weights are "
                 "those before it. Call synchronize() first",
@@ -180,7 +187,10 @@ class WrappedModel(nn.Module):
         )
 
     def close(self) -> None:
-        """End the model's threads (a pool that was passed in stays open). May be called twice."""
+        """End the model's threads (a pool that was passed in stays open). May be called twice.
+
+        Leaving a ``with`` block without an error synchronizes before, and raises what that raises.
+        """
         self._close()
 
     def __enter__(self: Self) -> Self:
@@ -192,7 +202,11 @@ class WrappedModel(nn.Module):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self.synchronize()
+        finally:
+            self.close()
 
 
 def name_of_caller(frame: FrameType) -> str:

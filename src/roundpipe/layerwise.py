@@ -57,7 +57,7 @@ class OptimizerStep:
                 "optimizer thread beside the model's calls cannot do; use another optimizer"
             )
         self.optimizer = optimizer
-        self.schedulers = _checked_schedulers(schedulers)
+        self.schedulers = _checked_schedulers(schedulers, optimizer)
         self.max_norm = _checked_max_norm(max_norm)
         self.lag = 1 if is_async else 0
         self.sharing = Sharing.of(optimizer)
@@ -369,7 +369,7 @@ def _norm(grad: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _checked_schedulers(schedulers: Any) -> tuple[Any, ...]:
+def _checked_schedulers(schedulers: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     given = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     given = [scheduler for scheduler in given if scheduler is not None]
     for scheduler in given:
@@ -382,6 +382,11 @@ def _checked_schedulers(schedulers: Any) -> tuple[Any, ...]:
             raise InvalidValueError(
                 "ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself, "
                 "after synchronize() or inside a step function"
+            )
+        if scheduler.optimizer is not optimizer:
+            raise InvalidValueError(
+                f"scheduler, a {type(scheduler).__name__}, was made for another optimizer than the "
+                "one that is stepped; give this optimizer's"
             )
     return tuple(given)
 

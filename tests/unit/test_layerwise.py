@@ -428,9 +428,39 @@ def test_optimizers_and_schedulers_that_cannot_step_by_themselves() -> None:
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         with pytest.raises(InvalidValueError, match="ReduceLROnPlateau needs a metric at each"):
             pipe.step(optimizer, scheduler=plateau)
+        others = torch.optim.lr_scheduler.StepLR(optim.SGD(pipe.optim_parameters()), 1)
+        with pytest.raises(InvalidValueError, match="a StepLR, was made for another optimizer"):
+            pipe.step(optimizer, scheduler=others)
         with pytest.raises(InvalidValueError, match="LBFGS evaluates the model several times"):
             pipe.step(torch.optim.LBFGS(pipe.optim_parameters()))
         with pytest.raises(InvalidValueError, match="none of the optimizer's parameters is a mast"):
             pipe.step(optim.SGD(list(pipe.model.parameters())))
         with pytest.raises(InvalidTypeError, match="step_fn is a int; give a function that steps"):
             pipe.step(3)  # type: ignore[arg-type]
+
+
+def test_a_state_saved_during_a_step_layer_by_layer_has_layers_of_one_version() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    turns: list[int] = []
+    at_second, go_on = threading.Event(), threading.Event()
+    with RoundPipe(model, devices="cpu:2", model_run_config=CONFIG) as pipe:
+        optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=1.0)
+        plain_step = optimizer.step
+
+        def step() -> None:
+            turns.append(len(turns))
+            if len(turns) == 2:  # the second layer's
+                at_second.set()
+                assert go_on.wait(60)
+            plain_step()
+
+        optimizer.step = step  # type: ignore[assignment, method-assign]
+        pipe.forward_backward((torch.ones(2, 2),), loss_fn=lambda output, _: output.sum())
+        pipe.step(optimizer)
+        assert at_second.wait(60)
+        threading.Timer(0.05, go_on.set).start()
+        saved = {name: value.clone() for name, value in pipe.state_dict().items()}
+    assert all(not torch.equal(saved[name], before[name]) for name in before)
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -282,6 +283,37 @@ def test_state_dict_before_a_step_is_published_warns() -> None:
             pipe.state_dict()
         pipe.synchronize()
         assert list(pipe.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_leaving_the_block_publishes_the_last_step() -> None:
+    with make() as pipe:
+        pipe.step(grow, True, pipe)
+        before = pipe.model[0].weight.clone()
+    assert torch.equal(pipe.model[0].weight, before + 1)
+
+
+def test_leaving_the_block_raises_what_the_last_step_raised_and_ends_the_threads() -> None:
+    def fail() -> None:
+        raise KeyError("in the step")
+
+    threads = set(threading.enumerate())
+    with pytest.raises(KeyError, match="in the step"):
+        with make() as pipe:
+            pipe.step(fail)
+    assert set(threading.enumerate()) == threads
+
+
+def test_an_error_in_the_block_is_not_replaced_by_that_of_a_step() -> None:
+    def fail() -> None:
+        raise KeyError("in the step")
+
+    def train() -> None:
+        with make() as pipe:
+            pipe.step(fail)
+            raise ValueError("in the block")
+
+    with pytest.raises(ValueError, match="in the block"):
+        train()
 
 
 def test_loading_a_state_refreshes_the_masters() -> None:
