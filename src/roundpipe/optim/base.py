@@ -90,9 +90,9 @@ class KernelOptimizer(torch.optim.Optimizer):
         for name in self._moment_names(group):
             state[name] = self._new_moment(param)
 
-    def _new_moment(self, param: Tensor, value: float = 0.0) -> Tensor:
+    def _new_moment(self, param: Tensor, value: complex = 0.0) -> Tensor:
         """A state tensor of the parameter's shape and layout, on large pages if it is large."""
-        moment = torch.empty_like(param, dtype=self.moment_dtype, requires_grad=False)
+        moment = torch.empty_like(param, dtype=self._moment_dtype(param), requires_grad=False)
         kernels = load_kernels()
         if kernels is not None and moment.nbytes >= LARGE_TENSOR_BYTES:
             kernels.advise_large_pages(moment)

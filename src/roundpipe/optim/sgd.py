@@ -84,17 +84,16 @@ class Adagrad(KernelOptimizer, torch.optim.Adagrad):
 
     def _init_state(self, group: Group, param: Tensor, state: State) -> None:
         state["step"] = torch.zeros((), dtype=scalar_dtype(group))
-        state["sum"] = self._new_moment(param, float(group["initial_accumulator_value"]))
+        value = float(group["initial_accumulator_value"])
+        filling = complex(value, value) if param.is_complex() else value
+        state["sum"] = self._new_moment(param, filling)
 
     def _torch_step(self, updates: list[Update], grad_scale: float, prefer_fused: bool) -> None:
         # Not every torch has a state for parameters that were added later.
         for update in updates:
-            group, param, state = update.group, update.param, self.state[update.param]
+            state = self.state[update.param]
             if not state:
-                value = float(group["initial_accumulator_value"])
-                filling = complex(value, value) if param.is_complex() else value
-                state["step"] = torch.zeros((), dtype=scalar_dtype(group))
-                state["sum"] = torch.full_like(param, filling, dtype=self._moment_dtype(param))
+                self._init_state(update.group, update.param, state)
         super()._torch_step(updates, grad_scale, prefer_fused)
 
     def _plan(self, group: Group, param: Tensor, state: State) -> Plan:
